@@ -1,0 +1,2269 @@
+#!/usr/bin/env python3
+"""Reinforcement learning with verifiable rewards: a language model learns to write Python that plays 2048.
+
+The model gets a prompt and answers with the source of `strategy(board)`.  Groups of answers play the same boards, in
+another process that the kernel has locked in; what they reach is the reward, and GRPO makes the better answers of a
+group likelier.  gpt-oss-20b trains where there is a CUDA GPU; elsewhere an embedded gpt-oss of about 1 M parameters
+does, through the same code.
+
+    ./setup.sh python gpt_2048_rl.py                    train, then compare with before and with two controls
+    python gpt_2048_rl.py eval MODEL_OR_FILE.py         a model, adapter, checkpoint or strategy on held-out boards
+    python gpt_2048_rl.py play FILE.py --watch          one strategy: outcomes, or a game in the terminal
+    python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval and play
+
+The file reads from top to bottom: keys, game, prompt, jailed players, rewards, embedded model, configuration, model,
+evaluation, training, commands.  It departs from the published gpt-oss notebook where that went wrong: strategies run
+in a jail instead of in the trainer; losers are graded by what they reached; a group shares its boards; answers start in
+the final channel; results are held against random and greedy play on boards that training never saw.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import gc
+import hashlib
+import inspect
+import io
+import json
+import math
+import os
+import queue
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial, wraps
+from itertools import pairwise, takewhile
+from operator import itemgetter
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys
+
+DIRECTIONS = ("up", "down", "left", "right")
+LAYOUTS = MappingProxyType({"bepo": "éuai", "wasd": "wsad", "zqsd": "zsqd", "arrows": "↑↓←→"})  # in DIRECTIONS' order
+
+
+@cache
+def key_table(layout: str = "bepo") -> Mapping[str, int]:
+    """Every accepted lower-case spelling of a layout's keys -> its index in DIRECTIONS."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"keys must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    table = {key: direction for direction, key in enumerate(LAYOUTS[layout])}
+    if layout == "bepo":
+        table["e\N{COMBINING ACUTE ACCENT}"] = table["é"]
+    if layout == "arrows":
+        table |= {name: direction for direction, name in enumerate(DIRECTIONS)}
+    return table
+
+
+def direction_of(key: object, table: Mapping[str, int]) -> int | None:
+    """The direction a key stands for, or None.  Case and surrounding blanks do not matter.
+
+    The unbound methods read the real characters of a str subclass, whatever it overrides; and the type is asked for,
+    because isinstance believes an object's `__class__`.
+    """
+    return table.get(str.lower(str.strip(key))) if issubclass(type(key), str) else None  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Game
+
+
+class _LineMemo(dict[bytes, tuple[bytes, int]]):
+    """A line of exponents -> (the line after a slide, points gained), worked out once per line and kept."""
+
+    LIMIT: ClassVar[int] = 1 << 17  # lines; about 25 MB
+
+    def __init__(self, towards_end: bool) -> None:
+        super().__init__()
+        self.towards_end = towards_end
+
+    def __missing__(self, line: bytes) -> tuple[bytes, int]:
+        tiles = line.replace(b"\0", b"")
+        if self.towards_end:
+            tiles = tiles[::-1]
+        slid, gain, i = bytearray(), 0, 0
+        while i < len(tiles):
+            merges = i + 1 < len(tiles) and tiles[i] == tiles[i + 1]
+            slid.append(tiles[i] + merges)
+            gain += (1 << slid[-1]) * merges
+            i += 1 + merges
+        slid = slid.ljust(len(line), b"\0")
+        if len(self) >= self.LIMIT:
+            self.clear()
+        self[line] = bytes(slid[::-1] if self.towards_end else slid), gain
+        return self[line]
+
+
+_TOWARDS_START = _LineMemo(towards_end=False).__getitem__
+_TOWARDS_END = _LineMemo(towards_end=True).__getitem__
+_TILES = [0, *(1 << exponent for exponent in range(1, 256))]  # a list: its __getitem__ is twice as fast as a tuple's
+_FIRST = [range(n) for n in range(257)]  # the first n whole numbers
+
+
+class GameBoard:
+    """One game of 2048: a flat row-major `bytes` of exponents (0 is an empty cell, 11 the tile 2048).
+
+    The random stream is the public reference's, so that games compare move by move: `random.Random(seed)`; a spawn is
+    a `choice` over the empty cells in row-major order, then a 4 if `random() < probability_fours`, else a 2; two
+    spawns at the start; a move that changes nothing spawns nothing.
+
+    Raises ValueError that names the argument which is out of range.
+    """
+
+    __slots__ = ("_choice", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state",
+                 "probability_fours", "size", "target")  # fmt: skip
+
+    def __init__(
+        self, size: int = 6, seed: int = 0, target: int = 2048, probability_fours: float = 0.10, keys: str = "bepo"
+    ) -> None:
+        check_game(size, target, probability_fours)
+        self.size, self.target, self.probability_fours = size, target, probability_fours
+        self._keys = key_table(keys)
+        rng = random.Random(seed)
+        self._random, self._choice = rng.random, rng.choice
+        self._rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))  # every row in one C call
+        self._columns = itemgetter(*(slice(i, None, size) for i in range(size)))
+        self._exponent = target.bit_length() - 1
+        self._score, self._state = 0, "ongoing"
+        self._flat = bytes(size * size)
+        self._spawn()
+        self._spawn()
+        if max(self._flat) >= self._exponent:
+            self._state = "success"
+
+    def board(self) -> list[list[int]]:
+        """Tile values, row by row; 0 is an empty cell.  A fresh copy."""
+        return [[_TILES[exponent] for exponent in row] for row in self._rows(self._flat)]
+
+    def flat(self) -> bytes:
+        """The exponents, row-major."""
+        return self._flat
+
+    def state(self) -> str:
+        """ "ongoing", "success" (the target tile was made) or "failed" (no move left, or a wrong key)."""
+        return self._state
+
+    def score(self) -> int:
+        """The sum of all tiles made by merging."""
+        return self._score
+
+    def max_tile(self) -> int:
+        """The value of the largest tile."""
+        return _TILES[max(self._flat)]
+
+    def do_action(self, key: object) -> bool:
+        """Play one key.  True if the board changed; a wrong key (or "q" where it is none) ends the game as failed."""
+        direction = direction_of(key, self._keys)
+        if direction is None and self._state == "ongoing":
+            self._state = "failed"
+        return direction is not None and self.move(direction)
+
+    def move(self, direction: int) -> bool:
+        """Slide towards DIRECTIONS[direction].  True if the board changed."""
+        if self._state != "ongoing":
+            return False
+        flat = self._flat
+        vertical, slide = direction < 2, _TOWARDS_END if direction & 1 else _TOWARDS_START
+        lines, gains = zip(*map(slide, (self._columns if vertical else self._rows)(flat)))
+        moved = b"".join(lines)
+        if vertical:
+            moved = b"".join(self._columns(moved))  # back from columns to rows
+        if moved == flat:
+            return False
+        self._flat = moved
+        empty = self._spawn()
+        gain = sum(gains)
+        self._score += gain
+        if (gain >= self.target or self.target <= 4) and max(self._flat) >= self._exponent:
+            self._state = "success"
+        elif not empty and not any(
+            _TOWARDS_START(line)[1] for line in self._rows(self._flat) + self._columns(self._flat)
+        ):
+            self._state = "failed"
+        return True
+
+    def _spawn(self) -> int:
+        """Put one tile on a random empty cell; return how many cells are still empty."""
+        flat = self._flat
+        empty = flat.count(0)
+        nth = self._choice(_FIRST[empty])  # draws what a choice over the list of empty cells draws
+        cell = len(flat) - 1 - len(flat.split(b"\0", nth + 1)[-1])
+        tile = b"\2" if self._random() < self.probability_fours else b"\1"
+        self._flat = flat[:cell] + tile + flat[cell + 1 :]
+        return empty - 1
+
+    def render(self) -> str:
+        """The board as text with ANSI colours, for a terminal."""
+        width = len(str(self.max_tile())) + 2
+        lines = []
+        for row in self._rows(self._flat):
+            cells = (f"\x1b[48;5;{_COLOURS[min(e, 12)]}m{_TILES[e] or '·':^{width}}\x1b[0m" for e in row)
+            lines.append("".join(cells))
+        return "\n".join(lines)
+
+
+_COLOURS = (236, 240, 242, 94, 130, 166, 160, 178, 142, 106, 70, 35, 33)  # xterm-256 backgrounds, by exponent
+
+
+def check_game(size: int, target: int, probability_fours: float = 0.10) -> None:
+    """Raise ValueError, in one line, for an argument that no game can have."""
+    if type(size) is not int or not 2 <= size <= 16:
+        raise ValueError(f"size must be a whole number from 2 to 16, not {size!r}")
+    if type(target) is not int or not 2 <= target <= 1 << 64 or target & (target - 1):
+        raise ValueError(f"target must be a power of two from 2 to 2**64, not {target!r}")
+    if not 0.0 <= probability_fours <= 1.0:
+        raise ValueError(f"probability_fours must lie in [0, 1], not {probability_fours!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompt
+
+ALLOWED_MODULES = ("math", "random", "itertools", "functools", "collections", "heapq", "copy", "operator", "statistics",
+                   "string", "re", "typing", "dataclasses", "bisect", "enum", "abc", "numbers", "fractions",
+                   "decimal")  # fmt: skip
+RULES = """
+`board` is a list of {size} lists of {size} whole numbers; 0 is an empty cell. The function returns one key: "{up}" for \
+up, "{down}" for down, "{left}" for left, "{right}" for right. Use native Python only, keep helper functions inside \
+`strategy`, and import nothing but {modules}. Answer with one short function in a fenced block:
+```python
+def strategy(board):
+    ...
+    return "{left}"
+```"""
+WORDINGS = (
+    "Write a Python function strategy(board) that plays 2048 on a {size}x{size} board and reaches the {target} tile.",
+    "You play 2048 on a board of {size} by {size} cells. Give a short strategy(board) that makes the tile {target}.",
+    "Create a new short 2048 strategy using only native Python code. The board is {size}x{size}, the goal is {target}.",
+    "Implement strategy(board), called once per move of a {size}x{size} game of 2048, so that the game gets to {target}.",
+    "The game is 2048, the board {size}x{size}, the tile to reach {target}. Write the function that chooses each move.",
+    "I need a small Python function that wins 2048: board of {size}x{size}, winning tile {target}, one key per call.",
+    "Goal: a {target} tile on a {size}x{size} 2048 board. Program the player as strategy(board).",
+    "Please code a 2048 bot. It sees the {size}x{size} board, returns one move, and must build the {target} tile.",
+    "Devise a policy for 2048 ({size} rows, {size} columns) as Python code; it succeeds when {target} appears.",
+)  # the last one is kept for evaluation: training never sees it
+
+
+def build_prompt(size: int = 6, target: int = 2048, keys: str = "bepo", wording: int = 0) -> str:
+    """The user's message: the task in one of the WORDINGS, then the rules."""
+    up, down, left, right = tuple(LAYOUTS[keys])
+    return (WORDINGS[wording] + RULES).format(
+        size=size, target=target, up=up, down=down, left=left, right=right, modules=", ".join(ALLOWED_MODULES)
+    )
+
+
+def final_channel(text: str) -> str | None:
+    """What a harmony model (gpt-oss) says to the user, with or without its special tokens; other text as it is.
+
+    None where the text ends before the final channel begins: nothing inside an analysis counts.
+    """
+    if "<|channel|>" in text:
+        _, found, text = text.rpartition("<|channel|>final")
+        text = text.partition("<|message|>")[2] if found else ""
+    elif text.startswith(("analysis", "commentary")):  # TRL decodes without special tokens
+        _, found, text = text.partition("assistantfinal")
+    elif text.startswith("final"):  # likewise, straight to the final channel: "final```python"
+        found, text = "final", text[len("final") :]
+    else:
+        found = "the whole text"
+    return re.split(r"<\|(?:return|end|call|start)\|>", text, maxsplit=1)[0] if found else None
+
+
+def parse(source: str) -> ast.Module | None:
+    """The syntax tree, or None for anything that Python does not accept."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _program(code: str) -> str | None:
+    """Of code that defines `strategy`: the definitions and imports, and the assignments above it; else None."""
+    tree = parse(code)
+    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "strategy"] if tree else []
+    if tree is None or not defined:
+        return None
+    lines, kept = code.split("\n"), set[int]()
+    for node in tree.body:
+        above = node.lineno < defined[-1].lineno and not isinstance(node, ast.Expr)
+        if above or isinstance(node, _DEFINITIONS):
+            decorators = getattr(node, "decorator_list", [])
+            kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
+    return "\n".join(lines[i - 1] for i in sorted(kept))
+
+
+def _unfenced_program(lines: list[str]) -> str | None:
+    """Collect the code among prose: paragraphs that start in column 0 and are definitions, imports, assignments."""
+    paragraphs: list[list[str]] = []
+    for line in lines:
+        continues = not line.strip() or line[0] in " \t)]}#" or (paragraphs and paragraphs[-1][-1].startswith("@"))
+        if continues and paragraphs:
+            paragraphs[-1].append(line)
+        else:
+            paragraphs.append([line])
+    code = []
+    for paragraph in ("\n".join(p) for p in paragraphs):
+        tree = parse(paragraph)
+        if tree is None and re.match(r"(@|def strategy\b)", paragraph):
+            return None  # truncated in the middle of a statement
+        if tree and any(isinstance(node, (*_DEFINITIONS, ast.Assign)) or (getattr(node, "value", None) and
+                        isinstance(node, ast.AnnAssign)) for node in tree.body):  # fmt: skip - "Note: prose" has no value
+            code.append(paragraph)
+    return _program("\n".join(code))
+
+
+def extract_function(text: str) -> str | None:
+    """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.
+
+    The last complete fenced block with a strategy in it is preferred; code outside of fences is accepted; prose,
+    examples of use and anything cut off are not.  For gpt-oss only the final channel counts.
+    """
+    answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if answer is None:
+        return None
+    block: list[str] | None = None
+    blocks: list[list[str]] = []
+    outside: list[str] = []
+    for line in answer.split("\n"):
+        if line.lstrip().startswith("```"):
+            if block is not None and line.strip() == "```":
+                blocks.append(block)
+                block = None
+            else:
+                block = []  # an opening fence; one inside a block means that the earlier was never closed
+        elif block is not None:
+            block.append(line)
+        else:
+            outside.append(line)
+    for lines in reversed(blocks):
+        if program := _program(textwrap.dedent("\n".join(lines))):
+            return program
+    return None if block is not None else _unfenced_program(outside)
+
+
+_INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
+
+
+def find_cheating(source: str) -> str:
+    """Why a source counts as cheating, or "".  A static look: it can be fooled without harm, for the jail holds.
+
+    Raises nothing: source that does not parse is not cheating.
+    """
+    tree = parse(source)
+    nodes = list(ast.walk(tree)) if tree else []  # iterative: long code cannot exhaust the stack
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    own |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    for node in nodes:
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = ["." * node.level + (node.module or "")]
+        for module in modules:
+            if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
+                return f"imports {module}"
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name in _INTERPRETER_NAMES and isinstance(node, ast.Name) and name not in own:
+            return f"uses {name}"
+        if re.fullmatch(r"__\w+__", name) and name not in ("__init__", "__name__"):
+            return f"reaches for {name}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jailed players
+#
+# trainer -> W workers (trusted referees: games, seeds, clock, score) -> a zygote each -> one jailed player per strategy.
+# A player only turns boards into keys.  Its first byte says that the jail holds; all that follows is a claim.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a strategy may use."""
+
+    move_seconds: float = 1.0  # CPU seconds for one move, and for loading
+    wall_factor: float = 4.0  # the wall ceiling, in multiples of the CPU limit (plus 10 s)
+    memory_bytes: int = 256 << 20  # address space of the player
+    source_bytes: int = 64 << 10
+    idle_moves: int = 64  # consecutive moves that change nothing end a game as "stuck"
+    lockstep: int = 16  # games that one player plays at the same time
+    detail_chars: int = 200
+
+
+LIMITS = Limits()
+OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")
+
+
+@dataclass(frozen=True)
+class GameResult:
+    """How one strategy fared on one board.  `seconds` is CPU time of the player; `detail` bounded and printable."""
+
+    seed: int
+    outcome: str  # one of OUTCOMES
+    steps: int
+    max_tile: int
+    score: int
+    seconds: float
+    detail: str = ""
+    moves: str = ""  # the indices in DIRECTIONS, one digit a move; only where the job asks for a record
+
+
+class JailError(RuntimeError):
+    """The jail does not hold on this machine, or a player could not be put into it."""
+
+
+_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+SYSTEM_CALLS = {
+    "x86_64": {"read": 0, "write": 1, "mmap": 9, "munmap": 11, "brk": 12, "rt_sigreturn": 15, "mremap": 25,
+               "madvise": 28, "exit": 60, "gettimeofday": 96, "futex": 202, "clock_gettime": 228, "exit_group": 231,
+               "getrandom": 318},
+    "aarch64": {"read": 63, "write": 64, "mmap": 222, "munmap": 215, "brk": 214, "rt_sigreturn": 139, "mremap": 216,
+                "madvise": 233, "exit": 93, "gettimeofday": 169, "futex": 98, "clock_gettime": 113, "exit_group": 94,
+                "getrandom": 278},
+}  # fmt: skip
+
+
+def seccomp_filter(machine: str) -> bytes:
+    """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.
+
+    Allows SYSTEM_CALLS, mmap only anonymous and not executable; the rest is EPERM, a foreign ABI is killed.
+    """
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    numbers = dict(SYSTEM_CALLS[machine])
+    mmap = numbers.pop("mmap")
+    code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, _KILL), (load, 0, 0, 0)]
+    if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
+        code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
+    for number in numbers.values():
+        code += [(equal, 0, 1, number), (give, 0, 0, _ALLOW)]
+    code += [(equal, 0, 4, mmap), (load, 0, 0, 32), (any_bit, 2, 0, 0x4)]  # args[2] & PROT_EXEC -> deny
+    code += [(load, 0, 0, 40), (any_bit, 1, 0, 0x20)]  # args[3] & MAP_ANONYMOUS -> allow
+    code += [(give, 0, 0, _DENY), (give, 0, 0, _ALLOW)]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+
+
+class Jail:
+    """An irreversible jail for the calling process: rlimits, another user, no new privileges, seccomp.
+
+    Made in the zygote, where files may still be read; entered in each player.  Linux on x86-64 and aarch64.
+    Raises JailError where this machine has no filter for it.
+    """
+
+    def __init__(self) -> None:
+        machine = os.uname().machine
+        if machine not in _AUDIT_ARCH:
+            raise JailError(f"there is no seccomp filter for machine {machine}")
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        code = seccomp_filter(machine)
+        self._code = ctypes.create_string_buffer(code, len(code))
+        self._program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._code)))
+
+    def _prctl(self, option: int, value: int, pointer: int = 0) -> None:
+        if self._libc.prctl(option, *map(ctypes.c_ulong, (value, pointer, 0, 0))):
+            number = ctypes.get_errno()
+            raise JailError(f"prctl({option}): {os.strerror(number)}")
+
+    def die_with(self, parent: int) -> None:
+        """Have the kernel kill this process when its parent dies."""
+        self._prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+    def enter(self, parent: int) -> None:
+        """Lock the calling process in, and prove it."""
+        if os.geteuid() == 0:
+            with contextlib.suppress(OSError):  # without CAP_SETUID the jail is the rest of it
+                os.setgroups([])
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+        self._prctl(4, 0)  # PR_SET_DUMPABLE
+        self.die_with(parent)  # a change of user has cleared it
+        self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+        self._prctl(22, 2, ctypes.addressof(self._program))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        attempts: tuple[Callable[[], int], ...] = (lambda: os.open("/", os.O_RDONLY), os.fork)
+        for attempt in attempts:
+            try:
+                attempt()
+            except PermissionError:
+                continue
+            os._exit(1)
+
+
+def limit_resources(cpu_seconds: int) -> None:
+    """Bound memory and CPU of the calling process; no files, no children, no core dump."""
+    for name, limit in (("AS", LIMITS.memory_bytes), ("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", 4),
+                        ("MEMLOCK", 0)):  # fmt: skip
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+
+
+class _NoStream(io.TextIOBase):
+    """Standard streams of a player: printing goes nowhere, input is at its end."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]
+        return ""
+
+
+class _GameRandom(random.Random):
+    """Without a seed it takes the game's, never the system's: a strategy plays the same game twice."""
+
+    default: ClassVar[int] = 0
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        super().seed(self.default if a is None else a, version)
+
+
+def _own_modules(seed: int) -> Callable[..., ModuleType]:
+    """An `__import__` for one game: the allowed modules, as copies of its own, with a random stream of its own.
+
+    The copies are shallow: attributes hung on a module's classes and functions are seen in all games of the strategy.
+    """
+    copies: dict[str, ModuleType] = {}
+
+    def own(module: ModuleType) -> ModuleType:
+        name = module.__name__
+        if name not in copies:
+            copies[name] = copy = ModuleType(name, module.__doc__)
+            vars(copy).update(vars(module))
+            if name == "random":
+                stream = _GameRandom(seed)
+                vars(copy).update({n: getattr(stream, n) for n in module.__all__ if hasattr(stream, n)})
+                vars(copy)["Random"] = type("Random", (_GameRandom,), {"default": seed})
+        return copies[name]
+
+    def guarded(name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0) -> ModuleType:
+        if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
+            raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
+        return own(__import__(name, None, None, fromlist, 0))  # type: ignore[arg-type]
+
+    return guarded
+
+
+def _describe(value: object) -> bytes:
+    """A note about an exception or a wrong key, whatever it does when it is printed."""
+    try:
+        text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"returned {value!r:.100}"
+        return text.encode("utf-8", "replace")[:1000].replace(b"\0", b" ")
+    except BaseException:
+        return b"something that cannot be printed"
+
+
+def _load(source: str, random_seeds: Sequence[int]) -> tuple[bytes, list[Callable[[object], object]]]:
+    """One function per game, each from a namespace of its own; and the player's claim about how loading went."""
+    try:
+        code = compile(source, "<strategy>", "exec", dont_inherit=True)
+    except BaseException as error:
+        return b"none" + _describe(error), []
+    strategies: list[Callable[[object], object]] = []
+    try:
+        for seed in random_seeds or (0,):  # where there is no game to play, it is loaded all the same
+            own_builtins = dict(vars(builtins), __import__=_own_modules(seed))
+            module = sys.modules["strategy"] = ModuleType("strategy")  # where dataclasses looks up string annotations
+            namespace = vars(module)
+            namespace["__builtins__"] = own_builtins
+            exec(code, namespace)
+            strategy = namespace.get("strategy")
+            if not callable(strategy):
+                return b"none" + b"no function strategy(board)", []
+            strategies.append(strategy)
+    except BaseException as error:
+        return b"fail" + _describe(error), []
+    return b"load", strategies
+
+
+_NOT_A_KEY, _RAISED = 254, 255
+
+
+def _answer(strategies: Sequence[Callable[[object], object]], size: int, keys: str, channel: int) -> None:
+    """Answer every message of (game, exponents...) records with a direction per game, then a note per direction that
+    is none, separated by NULs; until the end."""
+    table, stride = key_table(keys), 1 + size * size
+    tile = _TILES.__getitem__
+    rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))
+    while message := os.read(channel, 1 << 16):
+        directions, notes = bytearray(), []
+        for start in range(0, len(message), stride):
+            board = list(rows(list(map(tile, message[start + 1 : start + stride]))))  # fresh lists at every call
+            try:
+                key = strategies[message[start]](board)
+                direction = table.get(key) if type(key) is str else None
+                if direction is None:
+                    direction = direction_of(key, table)
+                if direction is None:
+                    direction = _NOT_A_KEY
+                    notes.append(_describe(key))
+            except BaseException as error:
+                direction = _RAISED
+                notes.append(_describe(error))
+            directions.append(direction)
+        os.write(channel, directions + b"\0".join(notes))
+
+
+def _player(jail: Jail | None, channel: int, parent: int) -> None:
+    """A forked child of the zygote: lock the door, say so, load the strategy, answer boards."""
+    job = json.loads(os.read(channel, 1 << 16))
+    source = os.read(channel, LIMITS.source_bytes).decode("utf-8", "surrogatepass")
+    os.closerange(0, channel)
+    os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin = sys.stdout = sys.stderr = _NoStream()
+    limit_resources(job["cpu_seconds"])
+    if jail:
+        jail.enter(parent)
+    os.write(channel, b"jailed")  # the last word that is trusted
+    claim, strategies = _load(source, job["random_seeds"])
+    os.write(channel, claim)
+    _answer(strategies, job["size"], job["keys"], channel)
+
+
+def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
+    """Fork a player for every channel that is sent; kill and reap it when asked.  Knows no seed and no game."""
+    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref"):
+        __import__(name)
+    jail = Jail() if jailed else None
+    if jail:
+        jail.die_with(parent)
+    gc.collect()
+    gc.freeze()
+    control.send(b"ready")
+    me = os.getpid()
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+        if not request:
+            return
+        channel = descriptors[0]
+        player = os.fork()
+        if player == 0:
+            try:
+                os.dup2(channel, 3)
+                _player(jail, 3, me)
+            except BaseException as error:
+                with contextlib.suppress(BaseException):
+                    os.write(3, _describe(error))
+            os._exit(0)
+        os.close(channel)
+        control.send(struct.pack("=i", player))
+        control.recv(16)  # the referee is through with it
+        os.kill(player, signal.SIGKILL)
+        _, status, usage = os.wait4(player, 0)
+        control.send(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
+
+
+class _Over(Exception):
+    """A player's process has ended or has to: the outcome of its games, and why."""
+
+    def __init__(self, outcome: str, detail: str) -> None:
+        super().__init__(outcome, detail)
+        self.outcome, self.detail = outcome, detail
+
+
+def printable(text: str) -> str:
+    """Text from a player or a model, bounded and without control characters."""
+    text = text[: LIMITS.detail_chars]
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[: LIMITS.detail_chars]
+
+
+class _PlayerProcess:
+    """A jailed player as its referee sees it: messages out and in, under CPU and wall limits."""
+
+    POLL_SECONDS = 0.1  # how often a waiting referee looks at the clocks
+    ASLEEP_POLLS = 4  # nobody but the referee could wake a player: asleep this often, it is blocked
+
+    def __init__(self, zygote: socket.socket, cpu_seconds: float, job: Mapping[str, object], source: bytes) -> None:
+        self._zygote = zygote
+        self.cpu_limit = cpu_seconds
+        self._deadline = time.monotonic() + LIMITS.wall_factor * cpu_seconds + 10
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(zygote, [b"fork"], [theirs.fileno()])
+            self.pid: int = struct.unpack("=i", zygote.recv(16))[0]
+        poll = struct.pack("ll", 0, int(self.POLL_SECONDS * 1e6))
+        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, poll)
+        self._descriptor = self._channel.fileno()
+        self._clock = (~self.pid << 3) | 2  # the process's CPU clock: clock_getcpuclockid(3)
+        self._next_look = 0.0
+        try:
+            self.send(json.dumps({**job, "cpu_seconds": int(cpu_seconds) + 2}).encode())
+            self.send(source)
+            said = self.receive(LIMITS.move_seconds)
+        except _Over as over:
+            said = over.detail.encode()
+        if said != b"jailed":
+            self.close()
+            raise JailError("a player could not be jailed: " + printable(said.decode("utf-8", "replace")))
+
+    def send(self, message: bytes) -> None:
+        """Send one message.  Raises _Over when nobody is there to read it."""
+        try:
+            self._channel.send(message)
+        except OSError:
+            raise _Over("error", "the player's process ended") from None
+
+    def cpu(self) -> float:
+        """CPU seconds used so far; 0 when the process is gone."""
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:
+            return 0.0
+
+    def receive(self, cpu_seconds: float) -> bytes:
+        """The next message, for which the player may use so much CPU.  Raises _Over at a limit or when it died."""
+        try:
+            try:
+                message = os.read(self._descriptor, 1 << 16)  # nearly always there in time: one system call
+            except BlockingIOError:
+                message = self._wait(cpu_seconds)
+        except ConnectionError:
+            message = b""
+        if not message:
+            raise _Over("error", "the player's process ended")
+        if time.monotonic() > self._next_look:
+            self._look()
+        return message
+
+    def _look(self) -> None:
+        self._next_look = time.monotonic() + self.POLL_SECONDS / 2
+        if self.cpu() > self.cpu_limit:
+            raise _Over("timeout", f"more than {self.cpu_limit:g} s of CPU time")
+        if time.monotonic() > self._deadline:
+            raise _Over("timeout", "the wall clock's ceiling")
+
+    def _wait(self, cpu_seconds: float) -> bytes:
+        allowed, asleep = max(0.0, self.cpu() - self.POLL_SECONDS) + cpu_seconds, 0
+        while True:
+            self._look()
+            if self.cpu() > allowed:
+                raise _Over("timeout", f"more than {cpu_seconds:g} s of CPU time for one move")
+            try:
+                with open(f"/proc/{self.pid}/stat", "rb") as file:
+                    asleep = asleep + 1 if file.read(400).rpartition(b") ")[2][:1] == b"S" else 0
+            except OSError:
+                asleep = 0
+            if asleep >= self.ASLEEP_POLLS:
+                raise _Over("timeout", "blocked: it waits for what never comes")
+            with contextlib.suppress(BlockingIOError):
+                return os.read(self._descriptor, 1 << 16)
+
+    def close(self) -> tuple[int, float]:
+        """Kill and reap the process: its wait status and the CPU seconds it used."""
+        self._channel.close()
+        self._zygote.send(b"reap")
+        status, cpu = struct.unpack("=id", self._zygote.recv(16))
+        return status, cpu
+
+
+_NUMBERS = tuple(bytes((i,)) for i in range(256))
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One game in progress."""
+
+    game: GameBoard
+    seed: int
+    moves: bytearray = dataclasses.field(default_factory=bytearray)  # what the player answered, a byte a move
+    idle: int = 0  # moves since the last that changed the board
+    end: _Over | None = None
+
+    def result(self, over: _Over, cpu: float, record: bool = False) -> GameResult:
+        """The game's result; `over` is the end that its player's process had, if the game has none of its own."""
+        end = self.end or over
+        moves = "".join(str(move) for move in self.moves if move < len(DIRECTIONS)) if record else ""
+        return GameResult(self.seed, end.outcome, len(self.moves), self.game.max_tile(), self.game.score(),
+                          round(cpu, 6), printable(end.detail), moves)  # fmt: skip
+
+
+def _unplayed(job: Job, over: _Over) -> list[GameResult]:
+    """Results of a strategy that never got to play."""
+    return [_Seat(GameBoard(job.size, seed, job.target), seed).result(over, 0.0) for seed in job.seeds]
+
+
+class Referee:
+    """Plays one strategy at a time, on games that it alone holds.  Raises JailError where no player can be jailed."""
+
+    def __init__(self, jailed: bool = True) -> None:
+        self._jailed = jailed
+        self._start_zygote()
+
+    def _start_zygote(self) -> None:
+        parent = os.getpid()
+        self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._zygote_pid = os.fork()
+        if self._zygote_pid == 0:
+            try:
+                self._zygote.close()
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, 0)
+                os.dup2(nowhere, 1)
+                _zygote(theirs, self._jailed, parent)
+            except JailError as error:
+                theirs.send(str(error).encode())
+            finally:
+                os._exit(0)
+        theirs.close()
+        said = self._zygote.recv(1000)
+        if said != b"ready":
+            raise JailError(said.decode() or "the players' parent process did not start")
+
+    def play(self, source: str, job: Job) -> tuple[str, list[GameResult]]:
+        """What became of loading ("load", "fail", "none"), and one result per seed of the job.
+
+        Games in lockstep save round trips.  Where the player's process ends before they do (killed, blocked, too
+        long over a move), each is played again alone: no result depends on the other games of its batch.
+        """
+        encoded = source.encode("utf-8", "surrogatepass")
+        if len(encoded) > LIMITS.source_bytes:
+            over = _Over("error", f"the source is longer than {LIMITS.source_bytes} bytes")
+            return "fail", _unplayed(job, over)
+        if os.waitpid(self._zygote_pid, os.WNOHANG)[0]:  # died since: not this job's doing
+            self._zygote.close()
+            self._start_zygote()
+        claim, results, cut = self._lockstep(encoded, job, job.seeds)
+        if cut and len(job.seeds) > 1:
+            results = [result for seed in job.seeds for result in self._lockstep(encoded, job, (seed,))[1]]
+        return claim, results
+
+    def _lockstep(self, source: bytes, job: Job, seeds: Sequence[int]) -> tuple[str, list[GameResult], bool]:
+        """Load the strategy and play all seeds at the same time; also whether its process was cut short in play."""
+        seats = [_Seat(GameBoard(job.size, seed, job.target), seed) for seed in seeds]
+        claim, over = "fail", _Over("error", "")
+        header = {"size": job.size, "keys": job.keys, "random_seeds": [_random_seed(seat.game) for seat in seats]}
+        player = _PlayerProcess(self._zygote, job.timeout * max(1, len(seeds)), header, source)
+        try:
+            said = player.receive(LIMITS.move_seconds * max(1, len(seeds)))
+            claim, detail = said[:4].decode("ascii", "replace"), said[4:].decode("utf-8", "replace")
+            if claim == "load":
+                self._play(player, seats)
+            else:
+                claim = claim if claim == "none" else "fail"
+                over = _Over("no_function" if claim == "none" else "error", detail)
+        except _Over as reason:
+            over = reason
+        finally:
+            status, cpu = player.close()
+        if over.detail == _PROCESS_ENDED:
+            over = _post_mortem(status)
+        cut = claim == "load" and any(seat.end is None for seat in seats)
+        cpu /= sum(len(seat.moves) + 1 for seat in seats) or 1
+        return claim, [seat.result(over, cpu * (len(seat.moves) + 1), job.record) for seat in seats], cut
+
+    def _play(self, player: _PlayerProcess, seats: Sequence[_Seat]) -> None:
+        """Play until every game has its end.  Raises _Over when the player's process does not last that long."""
+        for seat in seats:
+            if seat.game.state() == "success":  # a spawn can make the smallest targets
+                seat.end = _Over("success", "")
+        while active := [(i, seat) for i, seat in enumerate(seats) if seat.end is None]:
+            finished = False
+            while not finished:
+                player.send(b"".join([_NUMBERS[i] + seat.game.flat() for i, seat in active]))
+                answer = player.receive(LIMITS.move_seconds)
+                if len(answer) < len(active):
+                    raise _Over("error", "the player broke the protocol")
+                notes = iter(answer[len(active) :].split(b"\0"))
+                for (_, seat), direction in zip(active, answer):
+                    seat.moves.append(direction)
+                    if direction > 3:
+                        note = next(notes, b"").decode("utf-8", "replace")
+                        seat.end = _Over("invalid_move" if direction == _NOT_A_KEY else "error", note)
+                    elif not seat.game.move(direction):
+                        seat.idle += 1
+                        if seat.idle >= LIMITS.idle_moves:
+                            seat.end = _Over("stuck", f"{seat.idle} moves in a row changed nothing")
+                    else:
+                        seat.idle = 0
+                        if seat.game.state() != "ongoing":
+                            seat.end = _Over("success" if seat.game.state() == "success" else "lost", "")
+                    finished = finished or seat.end is not None
+
+
+_PROCESS_ENDED = "the player's process ended"
+
+
+def _post_mortem(status: int) -> _Over:
+    """The outcome of games whose player died by itself, from its wait status."""
+    if status in (0, signal.SIGKILL):  # it closed its channel: which of the two it is depends on who was faster
+        return _Over("error", _PROCESS_ENDED)
+    if not os.WIFSIGNALED(status):
+        return _Over("error", f"the player's process exited with code {os.waitstatus_to_exitcode(status)}")
+    name = signal.Signals(os.WTERMSIG(status)).name
+    return _Over("timeout" if name == "SIGXCPU" else "error", f"the player's process was ended by {name}")
+
+
+def _random_seed(game: GameBoard) -> int:
+    """A seed for the strategy's own `random`: from the first board, which it may see, and not from the game's seed,
+    which it could find by trying all small numbers."""
+    return int.from_bytes(hashlib.sha256(b"player" + game.flat()).digest()[:8])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text to judge: a strategy's source, or a completion to extract it from; and the boards it plays."""
+
+    text: str
+    seeds: tuple[int, ...]
+    size: int = 6
+    target: int = 2048
+    keys: str = "bepo"
+    timeout: float = 5.0  # CPU seconds per game
+    completion: bool = False
+    record: bool = False  # keep the moves
+
+    def __post_init__(self) -> None:
+        check_game(self.size, self.target)
+        key_table(self.keys)
+        if not 0 < self.timeout < 1e6:
+            raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
+        if not all(type(seed) is int for seed in self.seeds):
+            raise ValueError("seeds must be whole numbers")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that is known of one text.  Rewards, logs and reports read this and nothing else."""
+
+    source: str | None  # of the strategy; None where there is none
+    works: str  # "load", "fail" (it parses but does not load) or "none" (no function, or it does not parse)
+    cheating: str  # what it does that it may not, or ""
+    results: tuple[GameResult, ...]  # one per seed; a completion that cheats does not play
+
+
+def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
+    """Trusted code, hostile data: the source is only read here, and run by a jailed player."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, 10)  # source that takes the parser for ever ends this worker
+    source = extract_function(job.text) if job.completion else job.text
+    parses = source is not None and parse(source) is not None
+    cheating = find_cheating(source) if source and parses else ""
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    if source is None or not parses:
+        return _no_verdict(job, source, "none", _Over("no_function", "no strategy(board) that Python can parse"))
+    if job.completion and cheating:
+        works, _ = referee.play(source, dataclasses.replace(job, seeds=()))
+        return _no_verdict(job, source, works, _Over("error", f"does not play: it {cheating}"), cheating)
+    works, results = referee.play(source, job)
+    return Verdict(source, works, cheating, tuple(results))
+
+
+def _no_verdict(job: Job, source: str | None, works: str, over: _Over, cheating: str = "") -> Verdict:
+    """The verdict on a text that never played."""
+    return Verdict(source, works, cheating, tuple(_unplayed(job, over)))
+
+
+def worker_main(core: int, jailed: bool) -> None:
+    """A referee process: JSON lines in, JSON lines out, until its input ends or its trainer is gone."""
+    trainer = os.getppid()
+
+    def leave_with_trainer(*_: object) -> None:
+        if os.getppid() != trainer:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, leave_with_trainer)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(OSError):  # referee and player alternate strictly: on one core nothing has to travel
+        os.sched_setaffinity(0, {core})
+    try:
+        referee = Referee(jailed)
+        canary = _judge_in_worker(referee, Job("def strategy(board): return 'a'", (0,)))
+        refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
+    except JailError as error:
+        refusal = str(error)
+    print(json.dumps({"refusal": refusal}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
+        print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+
+
+class _Worker:
+    """A referee process as the trainer sees it; replaced when it dies."""
+
+    def __init__(self, core: int, jailed: bool) -> None:
+        self._core, self._jailed = core, jailed
+        self._lock, self._closed = threading.Lock(), False
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        here = Path(__file__).resolve()
+        code = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as program; " \
+               f"program.worker_main({self._core}, {self._jailed})"  # fmt: skip
+        # not -I, which would ignore PYTHONHASHSEED: the order of sets would change rewards
+        command = [sys.executable, "-P", "-s", "-S", "-c", code]
+        environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+                                cwd="/", start_new_session=True)  # fmt: skip
+
+    def check(self) -> None:
+        """Wait until it is ready.  Raises JailError when its canary got out, or no player could be jailed."""
+        line = self._read()
+        if line is None or line["refusal"]:
+            raise JailError(line["refusal"] if line else "a worker died at its start")
+
+    def _read(self) -> dict[str, Any] | None:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        return json.loads(line) if line.endswith("\n") else None
+
+    def judge(self, job: Job) -> Verdict:
+        """The verdict on one job; "error" where the worker died over it."""
+        if self._process.poll() is not None:  # died since: not this job's doing
+            self._replace()
+        reply = None
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin:
+                self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+                self._process.stdin.flush()
+                reply = self._read()
+        if reply is None:
+            self._replace()
+            return _no_verdict(job, None, "none", _Over("error", "the referee's process ended over it"))
+        results = tuple(GameResult(**result) for result in reply.pop("results"))
+        return Verdict(**reply, results=results)
+
+    def _replace(self) -> None:
+        with self._lock:
+            if self._closed:  # ended by close() in another thread, while this one waited for a verdict
+                raise RuntimeError("the pool is closed")
+            self._end()
+            self._process = self._start()
+        self.check()
+
+    def close(self) -> None:
+        """End the process, its zygote and its player with it, for good."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+class Pool:
+    """Referee workers, one per core by default.  Raises JailError where the jail does not hold, unless not `jailed`.
+
+    Safe to use from several threads.  A context manager; close() leaves no process behind.
+    """
+
+    def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.jailed, self.closed = jailed, False
+        self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="referee")
+        try:
+            for worker in self._workers:
+                worker.check()
+                self._idle.put(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def _judge(self, job: Job) -> Verdict:
+        worker = self._idle.get()
+        try:
+            return worker.judge(job)
+        finally:
+            self._idle.put(worker)
+
+    def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
+        """One verdict per job, in order; equal jobs are judged once."""
+        distinct = list(dict.fromkeys(jobs))
+        try:
+            verdicts = dict(zip(distinct, self._threads.map(self._judge, distinct), strict=True))
+        except BaseException:  # Ctrl-C: nobody waits for what is still being played
+            self.close()
+            raise
+        return [verdicts[job] for job in jobs]
+
+    def close(self) -> None:
+        """End all processes.  No further jobs."""
+        self.closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_shared: list[Pool] = []
+
+
+def shared_pool(jailed: bool = True) -> Pool:
+    """The pool that rewards and commands share: started at the first call, which decides about the jail."""
+    if not _shared or _shared[0].closed:
+        _shared[:] = [Pool(jailed=jailed)]
+        atexit.register(_shared[0].close)
+    return _shared[0]
+
+
+def execute_strategies(
+    sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048, keys: str = "bepo",
+    timeout: float = 5.0, record: bool = False, pool: Pool | None = None,
+) -> list[list[GameResult]]:  # fmt: skip
+    """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.
+
+    Never raises for what a strategy does; ValueError for a game that cannot be.  `timeout` in CPU seconds per game.
+    """
+    parts = [tuple(seeds[i : i + LIMITS.lockstep]) for i in range(0, len(seeds), LIMITS.lockstep)]
+    jobs = [Job(source, part, size, target, keys, timeout, record=record) for source in sources for part in parts]
+    verdicts = iter((pool or shared_pool()).judge(jobs))
+    return [[result for _ in parts for result in next(verdicts).results] for _ in sources]
+
+
+def execute_strategy(
+    source: str, seeds: Sequence[int], size: int = 6, target: int = 2048, keys: str = "bepo", timeout: float = 5.0
+) -> list[GameResult]:
+    """Play one strategy: one result per seed.  As execute_strategies."""
+    return execute_strategies([source], seeds, size, target, keys, timeout)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards
+
+BOARDS = (0, 1, 2, 3)  # what a reward function plays when it is not told: the tests' and the reader's default
+SUCCESS, LOST, STUCK, TIMEOUT, FAILED = 20.0, 2.0, -1.0, -1.0, -3.0
+LOST_PROGRESS, STUCK_PROGRESS = 8.0, 3.0
+WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
+CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
+
+
+@lru_cache(maxsize=2)
+def _judge_batch(jobs: tuple[Job, ...]) -> list[Verdict]:
+    return shared_pool().judge(jobs)
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion as TRL hands it over: a string, or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
+    """The verdict on each completion, worked out once whoever asks.
+
+    `completions` as TRL hands them over: strings, or lists of messages.  The game is read from the dataset's columns,
+    one entry per completion: `seeds` (the boards), `size`, `target`, `keys`, `timeout`.
+    """
+    jobs = []
+    for i, completion in enumerate(completions):
+        columns = {name: kwargs[name][i] for name in ("size", "target", "keys", "timeout") if name in kwargs}
+        seeds = tuple(kwargs["seeds"][i]) if "seeds" in kwargs else BOARDS
+        jobs.append(Job(completion_text(completion), seeds, completion=True, **columns))
+    return _judge_batch(tuple(jobs))
+
+
+def function_works(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """TRL reward: is there a strategy, and does it load?"""
+    return [WORKS[verdict.works] for verdict in judge(completions, **kwargs)]
+
+
+def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """TRL reward: does it stay clear of the interpreter and of modules that it may not import?"""
+    verdicts = judge(completions, **kwargs)
+    return [NOTHING_TO_CHECK if v.works == "none" else CHEATING if v.cheating else CLEAN for v in verdicts]
+
+
+def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
+    """What one game is worth; `flat` is the published scheme, in which every loser gets the same."""
+    progress = min(1.0, math.log2(result.max_tile) / math.log2(target))
+    match result.outcome:
+        case "success":
+            return SUCCESS
+        case "lost" | "stuck" if flat:
+            return LOST
+        case "lost":
+            return LOST + LOST_PROGRESS * progress
+        case "stuck":
+            return STUCK + STUCK_PROGRESS * progress
+        case "timeout":
+            return TIMEOUT
+        case "no_function":
+            return 0.0
+        case _:
+            return FAILED
+
+
+def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """TRL reward: how far it gets, as the mean over its boards; 0 for no function or one that cheats."""
+    rewards = []
+    for i, verdict in enumerate(judge(completions, **kwargs)):
+        target = kwargs["target"][i] if "target" in kwargs else 2048
+        flat = bool(kwargs["flat_reward"][i]) if "flat_reward" in kwargs else False
+        games = [] if verdict.cheating else [game_reward(result, target, flat) for result in verdict.results]
+        rewards.append(sum(games) / max(1, len(games)))
+    return rewards
+
+
+REWARDS = (function_works, no_cheating, strategy_succeeds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strategies for the warm start: independent parts, so that most of their combinations are never in the corpus
+
+SLIDE = '''    def slide(row):
+        row = [x for x in row if x]
+        for i in range(len(row) - 1):
+            if row[i] == row[i + 1]:
+                row[i], row[i + 1] = 2 * row[i], 0
+        row = [x for x in row if x]
+        return row + [0] * (len(board) - len(row))
+
+    def move(k):
+        rows = zip(*board) if k in "{vertical}" else board
+        rows = [slide(r[::-1])[::-1] if k in "{backwards}" else slide(r) for r in rows]
+        return [list(r) for r in zip(*rows)] if k in "{vertical}" else rows
+'''
+SCORE = '''
+    def score(k):
+        board = move(k)
+        flat = sum(board, [])
+        return {total}
+'''
+TERMS = (
+    "flat.count(0)",
+    "len(set(flat))",
+    "sum(x * x for x in flat)",
+    "sum(x * i for i, x in enumerate(flat))",
+    "sum(r == sorted(r) for r in board)",
+    "sum(x == y for r in board for x, y in zip(r, r[1:]))",
+    "sum(board[0])",
+    "sum(board[-1])",
+    "sum(r[0] for r in board)",
+    "max(flat)",
+    "board[0][0]",
+    "board[-1][-1]",
+)
+WEIGHTS = (1, 2, 3, 5, 8, 20, 50, 100)
+
+
+def _weighted_sum(rng: random.Random, terms: int) -> str:
+    """A weighted sum over TERMS of a `board` and its cells `flat`."""
+    parts = [f"{rng.choice(WEIGHTS)} * {term}" for term in rng.sample(TERMS, terms)]
+    return "".join(part if i == 0 else rng.choice((" + ", " + ", " - ")) + part for i, part in enumerate(parts))
+
+
+def _some_keys(rng: random.Random, keys: str, count: int) -> str:
+    return "".join(rng.sample(keys, count))
+
+
+CHOICES = {"constant": 6, "cycle": 22, "draw2": 20, "draw3": 6, "draw4": 5, "first": 26, "draw_legal": 3, "best": 5}
+
+
+def _choose(rng: random.Random, kind: str, keys: str) -> str:
+    """An expression for the next key."""
+    if kind == "constant":
+        return f'"{rng.choice(keys)}"'
+    if kind == "cycle":
+        count = rng.choice((2, 3, 4))
+        return f'"{_some_keys(rng, keys, count)}"[n % {count}]'
+    if kind in ("draw2", "draw3", "draw4"):
+        return f'random.choice("{_some_keys(rng, keys, int(kind[-1]))}")'
+    return {"first": f"moves[{rng.choice((0, 0, -1))}]", "draw_legal": "random.choice(moves)",
+            "best": "max(moves, key=score)"}[kind]  # fmt: skip
+
+
+def compose_strategy(rng: random.Random, keys: str) -> str:
+    """Source of one strategy; `keys` in DIRECTIONS' order.
+
+    One or two ways to choose a key (CHOICES; two are joined by a test of the board), each with its own order of keys,
+    and sums of TERMS with WEIGHTS to count by and to search by.
+    """
+    kinds = rng.choices(list(CHOICES), list(CHOICES.values()), k=rng.choice((1, 1, 1, 2)))
+    picks = [_choose(rng, kind, keys) for kind in kinds]
+    body = f"    return {picks[-1]}\n"
+    if len(picks) == 2:
+        test = f"{rng.choice(TERMS)} > {rng.choice((1, 2, 4, 8, 16, 32, 64))}"
+        body = f"    if {test}:\n        return {picks[0]}\n{body}"
+    if "cycle" in kinds:
+        body = f"    n = {_weighted_sum(rng, rng.choice((1, 1, 2)))}\n{body}"
+    if "flat" in body:
+        body = f"    flat = sum(board, [])\n{body}"
+    if {"first", "draw_legal", "best"} & set(kinds):
+        head = SLIDE.format(vertical=keys[:2], backwards=keys[1] + keys[3])
+        if "best" in kinds:
+            noise = rng.choice(("", " + random.random()"))  # equal moves: the first of them, or any
+            head += SCORE.format(total=_weighted_sum(rng, rng.choice((1, 2, 3))) + noise)
+        body = f'{head}\n    moves = [k for k in "{_some_keys(rng, keys, 4)}" if move(k) != board]\n{body}'
+    imports = "import random\n\n" if "random." in body else ""
+    return f"{imports}def strategy(board):\n{body}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer and model
+
+HARMONY = ("<|return|>", "<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>",
+           "<|call|>")  # fmt: skip
+FINAL_CHANNEL = "<|channel|>final<|message|>"
+TINY_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}{{ '<|return|>' if loop.last else '<|end|>' }}
+{%- else -%}
+<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+
+
+def tiny_conversation(rng: random.Random, keys: str) -> list[dict[str, str]]:
+    """One training example: a training wording about some board and target, and a composed strategy."""
+    prompt = build_prompt(rng.randint(3, 8), 1 << rng.randint(9, 16), keys, rng.randrange(len(WORDINGS) - 1))
+    answer = f"```python\n{compose_strategy(rng, LAYOUTS[keys])}```"
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def train_tiny_tokenizer(conversations: Iterable[list[dict[str, str]]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over lines instead of words (prompts and programs come out three times shorter), with harmony's
+    special tokens.  Line breaks, numbers and each key of a string of keys stay apart: a choice is a token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    key = "[" + "".join(sorted(set("".join(LAYOUTS.values())))) + "]"
+    number = r"(?<=[ x(])\d+"
+    pieces = rf'\n *|{number}|{key}(?={key}*")|[^\n]+?(?=\n|{number}|{key}+"|$)'
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(HARMONY), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False, max_token_length=32)
+    tokenizer.train_from_iterator((m["content"] for c in conversations for m in c), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|return|>", pad_token="<|endoftext|>",
+        padding_side="left", model_max_length=1024, clean_up_tokenization_spaces=False)
+    fast.chat_template = TINY_CHAT_TEMPLATE
+    return fast
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warm start
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """The embedded model and its warm start.  Chosen by measurement on two CPU cores: benchmarks/LOG.md."""
+
+    layers: int = 3
+    hidden: int = 128  # width of the residual stream and of each expert
+    heads: int = 4
+    kv_heads: int = 2
+    experts: int = 4
+    experts_per_token: int = 2
+    vocab: int = 1024
+    steps: int = 200
+    batch: int = 64
+    parts: int = 4
+    init: float = 0.06
+    lr: float = 3e-3
+
+
+def tiny_gpt_oss(config: TinyConfig, tokenizer: PreTrainedTokenizerFast) -> GptOssForCausalLM:
+    """An untrained GptOssForCausalLM: the architecture of gpt-oss-20b, about 1 M parameters."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.hidden // config.heads,
+            num_local_experts=config.experts,
+            num_experts_per_tok=config.experts_per_token,
+            max_position_embeddings=1024,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            initializer_range=config.init,
+            router_aux_loss_coef=0.0,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _answer_loss(model: GptOssForCausalLM, prompt: list[int], answers: list[list[int]], pad: int) -> torch.Tensor:
+    """Summed cross-entropy of answers to one prompt.  The prompt is computed once for all of them."""
+    import torch
+
+    cache = model(input_ids=torch.tensor([prompt[:-1]]), use_cache=True).past_key_values  # (1, P - 1)
+    cache.batch_repeat_interleave(len(answers))
+    width = max(map(len, answers))
+    ids = torch.tensor([prompt[-1:] + answer + [pad] * (width - len(answer)) for answer in answers])  # (B, 1 + T)
+    logits = model(input_ids=ids[:, :-1], past_key_values=cache).logits  # (B, T, V)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=pad, reduction="sum")
+
+
+def train_tiny(
+    folder: Path, config: TinyConfig, seed: int, keys: str, progress: Callable[[int, int, float], None]
+) -> None:
+    """Train tokenizer and model from nothing and save both as a Hugging Face folder.
+
+    The number of steps is fixed and the corpus never repeats, so the weights follow from the arguments and the number
+    of threads alone.
+    """
+    import torch
+
+    rng = random.Random(seed)
+    tokenizer = train_tiny_tokenizer([tiny_conversation(rng, keys) for _ in range(3000)], config.vocab)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = tiny_gpt_oss(config, tokenizer).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.lr, total_steps=config.steps, pct_start=0.1, cycle_momentum=False
+    )
+    for step in range(1, config.steps + 1):
+        batch = [tiny_conversation(rng, keys) for _ in range(config.batch)]
+        text = tokenizer.apply_chat_template(batch[0][:1], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text + FINAL_CHANNEL)["input_ids"]
+        answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([c[1]["content"] for c in batch])["input_ids"]]
+        answers.sort(key=len)
+        total, tokens = 0.0, sum(map(len, answers))
+        for i in range(0, config.batch, config.batch // config.parts):  # like lengths together: little padding
+            loss = _answer_loss(model, prompt, answers[i : i + config.batch // config.parts], tokenizer.pad_token_id) / tokens
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        progress(step, config.steps, total)
+    model.generation_config.update(do_sample=True, eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_fingerprint(config: TinyConfig, seed: int, keys: str) -> str:
+    """Changes with the seed, the keys, the config and the text of everything that the weights depend on."""
+    makers = (compose_strategy, _choose, _weighted_sum, tiny_conversation, train_tiny_tokenizer, tiny_gpt_oss,
+              _answer_loss, train_tiny, build_prompt)  # fmt: skip
+    parts = [seed, keys, dataclasses.asdict(config), SLIDE, SCORE, TERMS, WEIGHTS, CHOICES, WORDINGS, TINY_CHAT_TEMPLATE]
+    text = json.dumps([*parts, *map(inspect.getsource, makers)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cache_folder() -> Path:
+    """Where the embedded model and compiled code are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_2048_rl"
+
+
+def warm_start(
+    folder: Path | None = None,
+    seed: int = 3407,
+    keys: str = "bepo",
+    config: TinyConfig = TinyConfig(),
+    progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> Path:
+    """The folder of the embedded model; trained first where it is not there yet.
+
+    `folder` None is the user's cache.  The folder appears whole or not at all: it is written beside its place and
+    renamed.  `progress` gets (step, steps, loss) after each step.
+    """
+    if folder is None:
+        folder = cache_folder() / f"tiny-{tiny_fingerprint(config, seed, keys)}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder.parent))
+    try:
+        train_tiny(unfinished, config, seed, keys, progress)
+        unfinished.chmod(0o755)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another run was first
+            if not (folder / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+Layout = Literal["bepo", "wasd", "zqsd", "arrows"]
+
+
+@dataclass
+class TrainConfig:
+    """Train a model with GRPO; then hold it, on boards that it never saw, against itself before and two controls.
+
+    The numbers are the published ones; the embedded model has its own (TINY), and --help shows those that apply.
+    """
+
+    model: str = "auto"  # auto: gpt-oss-20b where a CUDA GPU is found, else tiny; or a hub id, or a local folder
+    output_dir: Path = Path("outputs")  # a run's folder is made in here
+    run_name: str = ""  # name of the run's folder; by default the model and the time
+    steps: int = 1000  # optimizer steps
+    generations: int = 2  # completions in a group, compared with one another
+    batch_size: int = 1  # completions in a forward pass
+    accumulation: int = 4  # forward passes in a step; batch_size * accumulation completions are generated together
+    boards: int = 1  # boards that every completion of a group plays
+    learning_rate: float = 5e-5  # peak, after the warm-up; falls linearly to 0
+    warmup_ratio: float = 0.1  # share of the steps
+    weight_decay: float = 0.001
+    temperature: float = 1.0  # of sampling, in training and in evaluation
+    loss_type: str = "dapo"  # TRL's loss_type
+    scale_rewards: str = "group"  # TRL's scale_rewards: group, batch or none
+    entropy_coef: float = 0.0  # bonus for entropy
+    lora_rank: int = 4  # adapters on attention and experts
+    lora_alpha: int = 8
+    max_seq_length: int = 768  # tokens of prompt and completion
+    max_new_tokens: int = 200  # tokens of a completion
+    load_in_4bit: bool = True  # on a GPU
+    save_steps: int = 100  # steps between checkpoints
+    seed: int = 3407  # of weights, sampling and training boards
+    size: int = 6  # cells along each side of the board
+    target: int = 2048  # the tile that wins
+    keys: Layout = "bepo"  # keyboard layout of the four moves
+    timeout: float = 5.0  # CPU seconds that a strategy may use per game
+    flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
+    games: int = 64  # held-out boards; each is played by a program of its own
+    unsafe_no_jail: bool = False  # run model-written code without seccomp; recorded in the results
+    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+
+
+TINY: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
+    "model": "tiny", "steps": 70, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
+    "learning_rate": 1e-3, "loss_type": "dr_grpo", "lora_rank": 32, "lora_alpha": 64, "save_steps": 35,
+}  # fmt: skip
+
+
+@dataclass
+class EvalConfig:
+    """Hold a model, an adapter, a checkpoint or a strategy file (.py) against held-out boards and the controls."""
+
+    model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
+    games: int = 64  # held-out boards; each is played by a program of its own
+    temperature: float = 1.0
+    max_seq_length: int = 768  # tokens of prompt and completion
+    max_new_tokens: int = 200  # tokens of a completion
+    batch_size: int = 32  # completions generated at a time
+    load_in_4bit: bool = True  # on a GPU
+    seed: int = 3407  # of sampling
+    size: int = 6
+    target: int = 2048
+    keys: Layout = "bepo"
+    timeout: float = 5.0
+    unsafe_no_jail: bool = False
+    json: bool = False
+
+
+@dataclass
+class PlayConfig:
+    """Play one strategy file."""
+
+    file: Path  # Python source that defines strategy(board)
+    seeds: tuple[int, ...] = tuple(range(10))  # a game each
+    size: int = 6
+    target: int = 2048
+    keys: Layout = "bepo"
+    timeout: float = 5.0  # CPU seconds per game
+    watch: bool = False  # show the first game in the terminal
+    delay: float = 0.02  # seconds between its moves
+    unsafe_no_jail: bool = False
+    json: bool = False
+
+
+class UsageError(Exception):
+    """What was wrong and what to do, in one line; exit code 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def prepare_environment(offline: bool) -> None:
+    """What has to be in the environment before unsloth is imported."""
+    cache = cache_folder()
+    defaults = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "UNSLOTH_DISABLE_STATISTICS": "1",  # no download only to be counted
+        "UNSLOTH_COMPILE_LOCATION": str(cache / "unsloth_compiled"),  # else it writes into the working directory
+        "OMP_WAIT_POLICY": "PASSIVE",  # torch's threads must not spin on the cores that the players need
+        **({"HF_HUB_OFFLINE": "1"} if offline else {}),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def gpu_is_there() -> bool:
+    """Whether the driver shows a CUDA GPU; asked without torch, so that --help stays quick."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+    return visible and any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg"))
+
+
+def resolve_model(name: str) -> str:
+    """ "auto" -> the model that this machine can train."""
+    return name if name != "auto" else "unsloth/gpt-oss-20b" if gpu_is_there() else "tiny"
+
+
+def answer_at_once(tokenizer: Any) -> None:
+    """Let a harmony model start its answer in the final channel: no token of the limit goes into an analysis."""
+    template, opening = tokenizer.chat_template or "", "<|channel|>final<|message|>"
+    if "<|channel|>" in template and not template.endswith(opening + "{%- endif -%}"):
+        tokenizer.chat_template = template + "{%- if add_generation_prompt -%}" + opening + "{%- endif -%}"
+
+
+def check_model(name: str) -> None:
+    """Raise UsageError for a model that cannot be had, before anything expensive starts."""
+    folder = Path(name)
+    if name == "tiny":
+        return
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise UsageError(f"{name} holds no model: neither config.json nor adapter_config.json is in it")
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=10)
+    except RepositoryNotFoundError:
+        raise UsageError(f"the hub has no model {name!r}, or shows it only to a token (set HF_TOKEN)") from None
+    except Exception:  # whatever the network stack raises
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise UsageError(f"the hub cannot be reached for {name!r}: go online, or name a local folder") from None
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+
+
+def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Unsloth's loader for every model: (model, tokenizer).  Raises UsageError, in one line."""
+    local = name == "tiny" or Path(name).is_dir()
+    prepare_environment(offline=local)
+    say("loading torch, unsloth and trl")
+    import unsloth  # noqa: I001 - before transformers and trl, which it patches
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    if local:
+        disable_progress_bar()  # it is for downloads
+    if name == "tiny":
+        name = str(warm_start(keys=config.keys, progress=every_tenth(say)))
+    try:
+        model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
+            model_name=name,
+            max_seq_length=config.max_seq_length,
+            load_in_4bit=config.load_in_4bit and torch.cuda.is_available(),
+            dtype=None if torch.cuda.is_available() else torch.float32,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
+    if not tokenizer.chat_template:
+        raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
+    answer_at_once(tokenizer)
+    return model, tokenizer
+
+
+def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]:
+    """A line for every tenth of the warm start."""
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0:
+            say(f"warm start {step:4d}/{steps}  loss {loss:.3f}")
+
+    return progress
+
+
+def add_adapters(model: Any, config: TrainConfig) -> Any:
+    """LoRA on attention and experts; all other weights stay as they are."""
+    from unsloth import FastLanguageModel
+
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        use_gradient_checkpointing="unsloth",
+        random_state=config.seed,
+    )
+
+
+def sample_completions(
+    model: Any, tokenizer: Any, prompt: str, count: int, config: TrainConfig | EvalConfig
+) -> list[str]:
+    """`count` completions of one prompt, sampled at the config's temperature; special tokens stripped, as in TRL."""
+    import torch
+
+    messages = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    texts: list[str] = []
+    model.eval()
+    torch.manual_seed(config.seed)
+    while len(texts) < count:
+        rows = min(config.batch_size, count - len(texts))
+        batch = {key: value.repeat(rows, 1).to(model.device) for key, value in inputs.items()}  # (B, T)
+        with torch.inference_mode():
+            ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
+                                 temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+        texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+RANDOM_CONTROL = """import random
+def strategy(board):
+{slide}
+    return random.choice([k for k in "{keys}" if move(k) != board])
+"""
+GREEDY_CONTROL = """def strategy(board):
+{slide}
+    def empty(k):
+        after = move(k)
+        return -1 if after == board else sum(row.count(0) for row in after)
+    return max("{keys}", key=empty)
+"""
+
+
+def control_strategies(keys: str) -> dict[str, str]:
+    """What a result has to be held against: random legal moves, and greedy on empty cells."""
+    names = LAYOUTS[keys]
+    slide = SLIDE.format(vertical=names[:2], backwards=names[1] + names[3])
+    return {
+        "random": RANDOM_CONTROL.format(slide=slide, keys=names),
+        "greedy": GREEDY_CONTROL.format(slide=slide, keys=names),
+    }
+
+
+def board_seeds(count: int, *key: object, held_out: bool = False) -> tuple[int, ...]:
+    """Seeds of boards, from a hash of `key`: even ones are for training, odd ones held out.
+
+    63 bits, so that a strategy cannot find a board's seed, and with it the coming tiles, by trying.
+    """
+    digests = (hashlib.sha256(json.dumps([*key, i]).encode()).digest()[:8] for i in range(count))
+    return tuple(int.from_bytes(digest) >> 1 & ~1 | held_out for digest in digests)
+
+
+def wilson_interval(won: int, games: int) -> tuple[float, float]:
+    """95% confidence interval of a share (Wilson 1927); (0, 1) for no games."""
+    if not games:
+        return 0.0, 1.0
+    z, p = 1.959964, won / games
+    centre, spread = p + z * z / (2 * games), z * math.sqrt(p * (1 - p) / games + z * z / (4 * games * games))
+    low, high = ((centre + sign * spread) / (1 + z * z / games) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Results on held-out boards, one game per board, each played on to its end."""
+
+    games: int
+    won: float  # share of games in which the target tile was made
+    won_low: float  # 95% interval (Wilson)
+    won_high: float
+    largest_tile_median: float
+
+
+def score(results: Sequence[GameResult], target: int) -> Score:
+    """Sum up one game per board.  A game counts as won when the target was made, however it ended later."""
+    won = sum(result.max_tile >= target for result in results)
+    low, high = wilson_interval(won, len(results))
+    median = statistics.median(result.max_tile for result in results) if results else 0.0
+    return Score(len(results), round(won / max(1, len(results)), 4), round(low, 4), round(high, 4), median)
+
+
+TO_THE_END = 1 << 64  # a target that no board can reach
+
+
+def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig) -> Score:
+    """Sample one program for each held-out board, in a wording that training never sees, and play it there.
+
+    A game and a program each: the games are independent, so that the interval means what it says.
+    """
+    prompt = build_prompt(config.size, config.target, config.keys, wording=-1)
+    texts = sample_completions(model, tokenizer, prompt, config.games, config)
+    jobs = [
+        Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, completion=True)
+        for text, seed in zip(texts, board_seeds(config.games, held_out=True), strict=True)
+    ]
+    verdicts = shared_pool().judge(jobs)
+    return score([verdict.results[0] for verdict in verdicts], config.target)
+
+
+def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
+    """One strategy on the held-out boards."""
+    seeds = board_seeds(config.games, held_out=True)
+    results = execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout)[0]
+    return score(results, config.target)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What the verdicts of one step say: its line in the terminal, and curves in TensorBoard."""
+
+    won: float  # share of games
+    works: float  # share of completions whose strategy loads
+    distinct: float  # share of completions that equal no earlier one
+    reward: float  # mean of strategy_succeeds
+    spread: float  # its standard deviation; without any there is nothing to learn
+    largest_tile: float  # median over the games
+    scoring_seconds: float
+
+
+class RolloutLog:
+    """Every step's completions and verdicts in rollouts.jsonl, a summary of the last one, and the best programs."""
+
+    FINALISTS = 6
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.finalists: dict[str, float] = {}  # source -> its best mean reward over the boards of a step
+        self.summary: StepSummary | None = None
+
+    def around(self, reward_function: Callable[..., list[float]]) -> Callable[..., list[float]]:
+        """The trainer's first reward function, with every call recorded (the others look the verdicts up)."""
+
+        @wraps(reward_function)
+        def recorded(completions: Sequence[Any], **columns: Any) -> list[float]:
+            started = time.perf_counter()
+            verdicts = judge(completions, **columns)
+            self._record(completions, verdicts, columns, time.perf_counter() - started)
+            return reward_function(completions, **columns)
+
+        return recorded
+
+    def _record(
+        self, completions: Sequence[Any], verdicts: list[Verdict], columns: dict[str, Any], seconds: float
+    ) -> None:
+        rewards = strategy_succeeds(completions, **columns)
+        results = [result for verdict in verdicts for result in verdict.results]
+        self.summary = StepSummary(
+            won=statistics.fmean(result.outcome == "success" for result in results),
+            works=statistics.fmean(verdict.works == "load" for verdict in verdicts),
+            distinct=len({completion_text(c) for c in completions}) / len(completions),
+            reward=statistics.fmean(rewards),
+            spread=statistics.pstdev(rewards),
+            largest_tile=statistics.median(result.max_tile for result in results),
+            scoring_seconds=seconds,
+        )
+        for name, value in dataclasses.asdict(self.summary).items():
+            columns.get("log_metric", lambda *_: None)(f"games/{name}", value)
+        for verdict, reward in zip(verdicts, rewards, strict=True):
+            if verdict.source and verdict.works == "load" and not verdict.cheating:
+                self.finalists[verdict.source] = max(reward, self.finalists.get(verdict.source, reward))
+        best = sorted(self.finalists.items(), key=lambda item: item[1], reverse=True)
+        self.finalists = dict(best[: self.FINALISTS])
+        rows = [
+            {"text": completion_text(completion), "reward": reward, **dataclasses.asdict(verdict)}
+            for completion, reward, verdict in zip(completions, rewards, verdicts, strict=True)
+        ]
+        state = columns.get("trainer_state")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step + 1 if state else None, "completions": rows}) + "\n")
+
+
+def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
+    """One row per group: a prompt, and the boards that all of its completions play.  A new group, new boards."""
+    groups = config.steps * config.batch_size * config.accumulation // config.generations
+    game = {"size": config.size, "target": config.target, "keys": config.keys, "timeout": config.timeout,
+            "flat_reward": config.flat_reward}  # fmt: skip
+    rows = []
+    for group in range(groups):
+        prompt = build_prompt(config.size, config.target, config.keys, wording=group % (len(WORDINGS) - 1))
+        seeds = list(board_seeds(config.boards, config.seed, group))
+        rows.append({"prompt": [{"role": "user", "content": prompt}], "seeds": seeds, **game})
+    return rows
+
+
+def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log: RolloutLog) -> Any:
+    """TRL's GRPOTrainer, as the config says."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run)
+    gpu = torch.cuda.is_available()
+    arguments = GRPOConfig(
+        output_dir=str(run),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulation,
+        num_generations=config.generations,
+        max_completion_length=config.max_new_tokens,
+        temperature=config.temperature,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
+        weight_decay=config.weight_decay,
+        optim="adamw_8bit" if gpu else "adamw_torch_fused",
+        loss_type=config.loss_type,
+        scale_rewards=config.scale_rewards,
+        entropy_coef=config.entropy_coef,
+        router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
+        shuffle_dataset=False,  # step n plays the same boards in every run of a seed
+        save_steps=config.save_steps,
+        seed=config.seed,
+        logging_steps=1,
+        report_to="tensorboard",
+        disable_tqdm=True,
+        use_cpu=not gpu,
+        bf16=gpu,
+        dataloader_pin_memory=gpu,
+    )
+    first, *others = REWARDS
+    return GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=[log.around(first), *others],
+        args=arguments,
+        train_dataset=Dataset.from_list(training_rows(config)),
+    )
+
+
+def step_reporter(log: RolloutLog, console: Console, steps: int) -> Any:
+    """A trainer callback: a progress bar on a terminal, and a readable line per step everywhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from transformers import TrainerCallback
+
+    progress = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+                        disable=not console.is_terminal)  # fmt: skip
+    task = progress.add_task("training", total=steps)
+
+    class StepReporter(TrainerCallback):  # type: ignore[misc]
+        started = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            progress.start()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            progress.stop()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            step = log.summary
+            if step is None or "loss" not in logs:
+                return
+            console.print(
+                f"step {state.global_step:{len(str(steps))}d}/{steps}  reward {step.reward:5.2f} ±{step.spread:5.2f}  "
+                f"won {step.won:4.0%}  loads {step.works:4.0%}  distinct {step.distinct:4.0%}  "
+                f"{logs.get('completions/mean_length', 0):3.0f} tokens  {time.perf_counter() - self.started:4.1f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+            progress.update(task, completed=state.global_step)
+
+    return StepReporter()
+
+
+def best_program(log: RolloutLog, config: TrainConfig) -> str | None:
+    """Of the programs with the best rewards, the one that scores most when it plays boards of neither set on."""
+    sources = list(log.finalists)
+    seeds = board_seeds(4, config.seed, "final")
+    played = execute_strategies(sources, seeds, config.size, TO_THE_END, config.keys, config.timeout)
+    ranked = sorted(zip(played, sources, strict=True), key=lambda row: sum(result.score for result in row[0]))
+    return ranked[-1][1] if ranked else None
+
+
+def make_run_folder(config: TrainConfig) -> Path:
+    """A new folder for the run, with its config in it.  Raises UsageError where it cannot be written."""
+    name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = config.output_dir / name
+    try:
+        run.mkdir(parents=True, exist_ok=False)
+        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    except FileExistsError:
+        raise UsageError(f"{run} is there already: choose another --run-name") from None
+    except OSError as error:
+        raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
+    return run
+
+
+def train(config: TrainConfig, console: Console) -> dict[str, Any]:
+    """Train, evaluate before and after, save.  Returns what --json prints."""
+    started = time.monotonic()
+    check_model(config.model)
+    run = make_run_folder(config)
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    model, tokenizer = load_model(config.model, config, say)
+    model = add_adapters(model, config)
+    say(f"playing {config.games} held-out boards with the untrained model")
+    before = evaluate_model(model, tokenizer, config)
+    from transformers import PrinterCallback
+
+    log = RolloutLog(run / "rollouts.jsonl")
+    trainer = make_trainer(model, tokenizer, config, run, log)
+    trainer.remove_callback(PrinterCallback)  # the raw dictionaries
+    trainer.add_callback(step_reporter(log, console, config.steps))
+    trainer.train()
+    model.save_pretrained(run / "adapter")
+    tokenizer.save_pretrained(run / "adapter")
+    say(f"playing {config.games} held-out boards with the trained model and the controls")
+    result = {
+        "before": dataclasses.asdict(before),
+        "after": dataclasses.asdict(evaluate_model(model, tokenizer, config)),
+        "controls": evaluate_controls(config),
+        "steps": trainer.state.global_step,
+        "seconds": round(time.monotonic() - started, 1),
+        "run": str(run),
+        "jailed": pool.jailed,
+        "best": None,
+    }
+    if source := best_program(log, config):
+        (run / "best_strategy.py").write_text(source + "\n", encoding="utf-8")
+        result["best"] = dataclasses.asdict(evaluate_strategy(source, config))
+    result["seconds"] = round(time.monotonic() - started, 1)
+    (run / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    show_result(console, result, config.target)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def show_result(console: Console, result: dict[str, Any], target: int) -> None:
+    """The table that a run or an evaluation ends with."""
+    from rich.table import Table
+
+    rows = {
+        "before training": result.get("before"),
+        "after training": result.get("after"),
+        result.get("model", "model"): result if "won" in result else None,
+        "best program": result.get("best"),
+        "random legal moves": result["controls"]["random"],
+        "greedy on empty cells": result["controls"]["greedy"],
+    }
+    table = Table("held-out boards", f"made {target}", "95% interval", "median tile", "games")
+    for name, row in rows.items():
+        if row:
+            interval = f"{row['won_low']:.0%} to {row['won_high']:.0%}"
+            table.add_row(name, f"{row['won']:.0%}", interval, f"{row['largest_tile_median']:.0f}", str(row["games"]))
+    console.print(table)
+    if not result["jailed"]:
+        console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
+
+
+def evaluate_controls(config: TrainConfig | EvalConfig) -> dict[str, dict[str, Any]]:
+    """Both controls on the held-out boards."""
+    strategies = control_strategies(config.keys).items()
+    return {name: dataclasses.asdict(evaluate_strategy(source, config)) for name, source in strategies}
+
+
+def read_strategy(path: Path) -> str:
+    """A strategy file's text.  Raises UsageError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"{path} cannot be read: {reason}") from None
+
+
+def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
+    """The eval command.  Returns what --json prints."""
+    started = time.monotonic()
+    source = read_strategy(Path(config.model)) if config.model.endswith(".py") else None
+    config.model = resolve_model(config.model)
+    if source is None:
+        check_model(config.model)
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    if source is not None:
+        result = evaluate_strategy(source, config)
+    else:
+        say = partial(console.print, highlight=False, soft_wrap=True)
+        model, tokenizer = load_model(config.model, config, say)
+        result = evaluate_model(model, tokenizer, config)
+    controls = evaluate_controls(config)
+    seconds = round(time.monotonic() - started, 1)
+    summary = {"model": config.model, **dataclasses.asdict(result), "controls": controls, "seconds": seconds,
+               "jailed": pool.jailed}  # fmt: skip
+    show_result(console, summary, config.target)
+    return summary
+
+
+def play(config: PlayConfig, console: Console) -> dict[str, Any]:
+    """The play command.  Returns what --json prints."""
+    from rich.table import Table
+
+    source = read_strategy(config.file)
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    results = execute_strategies(
+        [source], config.seeds, config.size, config.target, config.keys, config.timeout, record=True
+    )[0]
+    if config.watch and results:
+        watch(results[0], config, console)
+    table = Table("seed", "outcome", "moves", "largest tile", "score", "CPU s", "detail")
+    for r in results:
+        table.add_row(str(r.seed), r.outcome, str(r.steps), str(r.max_tile), str(r.score), f"{r.seconds:.3f}",
+                      rich_text(r.detail))  # fmt: skip
+    console.print(table)
+    games = {str(r.seed): dataclasses.asdict(r) for r in results}
+    return {"file": str(config.file), "size": config.size, "target": config.target, "keys": config.keys,
+            "games": games, "jailed": pool.jailed}  # fmt: skip
+
+
+def rich_text(text: str) -> Any:
+    """Text that rich prints as it is, brackets included."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def watch(result: GameResult, config: PlayConfig, console: Console) -> None:
+    """Play a finished game back in the terminal, move by move."""
+    from rich.live import Live
+    from rich.text import Text
+
+    game = GameBoard(config.size, result.seed, config.target)
+
+    def frame(step: int) -> Text:
+        return Text.from_ansi(f"seed {result.seed}  move {step}/{result.steps}  score {game.score()}\n{game.render()}")
+
+    with Live(frame(0), console=console, auto_refresh=False) as live:
+        for step, direction in enumerate(result.moves, 1):
+            game.move(int(direction))
+            live.update(frame(step), refresh=True)
+            time.sleep(config.delay)
+
+
+_RANGES = {
+    "steps": (1, 10**7), "generations": (2, 1024), "batch_size": (1, 1024), "accumulation": (1, 1024),
+    "boards": (1, 64), "learning_rate": (0.0, 1.0), "warmup_ratio": (0.0, 0.999), "weight_decay": (0.0, 1.0),
+    "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
+    "max_seq_length": (32, 1 << 20), "max_new_tokens": (1, 1 << 20), "save_steps": (1, 10**7), "seed": (0, 2**32 - 1),
+    "games": (1, 10**4), "timeout": (0.01, 3600.0), "delay": (0.0, 60.0),
+}  # fmt: skip
+
+
+def check_config(config: TrainConfig | EvalConfig | PlayConfig) -> None:
+    """Raise UsageError for the first number that makes no sense."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(config, name, low)
+        if not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
+    try:
+        check_game(config.size, config.target)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    if isinstance(config, PlayConfig) and not config.seeds:
+        raise UsageError("--seeds needs at least one number")
+    if isinstance(config, TrainConfig) and config.run_name != Path(config.run_name).name:
+        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
+    if isinstance(config, TrainConfig) and config.batch_size * config.accumulation % config.generations:
+        raise UsageError(
+            f"--batch-size times --accumulation ({config.batch_size * config.accumulation}) must be a multiple of "
+            f"--generations ({config.generations})"
+        )
+
+
+def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
+    """The command's config.  Raises UsageError; SystemExit(0) after --help."""
+    import tyro
+
+    command = argv.pop(0) if argv and argv[0] in ("train", "eval", "play") else "train"
+    if command == "train" and argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+    kinds: dict[str, Any] = {"train": TrainConfig, "eval": EvalConfig, "play": PlayConfig}
+    default = None
+    if command == "train":  # the defaults, and what --help says of them, are the chosen model's
+        given = [value for flag, value in pairwise(argv) if flag == "--model"]
+        given += [value.partition("=")[2] for value in argv if value.startswith("--model=")]
+        model = resolve_model(given[-1] if given else "auto")
+        default = TrainConfig(**TINY) if model == "tiny" else TrainConfig(model=model)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            config = tyro.cli(kinds[command], args=argv, default=default, prog=f"gpt_2048_rl.py {command}",
+                              config=(tyro.conf.PositionalRequiredArgs,))  # fmt: skip
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()[1:]]
+        said = " ".join(takewhile(lambda line: line and not line.startswith("─"), lines))
+        raise UsageError(f"{said} (see gpt_2048_rl.py {command} --help)") from None
+    if isinstance(config, TrainConfig):
+        config.model = resolve_model(config.model)
+    check_config(config)
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.  Returns the exit code: 0, 2 for what the user can mend (one line says what), 130 for Ctrl-C."""
+    real_stdout = sys.stdout
+    try:
+        config = parse_arguments(list(sys.argv[1:] if argv is None else argv))
+        from rich.console import Console
+
+        with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
+            console = Console()
+            match config:
+                case TrainConfig():
+                    result = train(config, console)
+                case EvalConfig():
+                    result = evaluate(config, console)
+                case PlayConfig():
+                    result = play(config, console)
+        if config.json:
+            print(json.dumps(result), file=real_stdout)
+    except (UsageError, JailError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

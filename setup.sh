@@ -1,0 +1,178 @@
+#!/usr/bin/env bash
+# Sets up the environment, then runs a command in it: see usage() below.
+#
+# Every version is pinned in pyproject.toml, none here. pip does the installing even where uv makes the environment:
+# it honours the user's pip configuration (mirrors, wheel folders, certificates), which uv ignores, and without
+# compiling everything to bytecode beforehand it is fast enough.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent when nothing changed
+./setup.sh --here [CMD ARGS...]  the same in the environment that is active: a container, conda, a virtual environment
+./setup.sh --help                this text
+
+PYTHON=/path/to/python           make .venv with this interpreter instead of the first on PATH that fits
+END
+}
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+
+# The stamp says what is installed: it differs as soon as the environment is moved, its Python replaced, a GPU added or
+# a pin changed. No Python is started to compare it, so a call that finds everything in place costs milliseconds.
+identity() { echo "$prefix $(readlink -f "$python")"; }
+wanted() { echo "$(identity) $device $machine $(cat "$project/pyproject.toml" "$project/setup.sh" | sha256sum)"; }
+# shellcheck disable=SC2053  # $1 is a pattern
+stamped() { [[ -x $python && -f $stamp && $(<"$stamp") == $1 ]]; }
+
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; }
+has_pip() { "$python" -m pip --version &>/dev/null; }
+
+make_venv() {
+    local uv base output candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    uv=$(command -v uv || true)
+    [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
+    for base in "${candidates[@]}" ''; do
+        if [[ -z $base ]] || fits "$base"; then break; fi
+    done
+    [[ -n $base || -n $uv ]] || die "no Python 3.11 to 3.14 found: install one, or uv, or set PYTHON=/path/to/python"
+    [[ -n $uv ]] || "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "$base has no venv module: install python3-venv, or uv"
+
+    say "making $prefix"
+    rm -rf "$prefix"
+    if [[ -n $uv ]]; then  # it brings a Python where there is none, but takes pip from an index of its own
+        output=$(uv venv --quiet --no-project --seed --python "${base:-${PYTHON:-3.12}}" "$prefix" 2>&1) && return
+        rm -rf "$prefix"
+    fi
+    if [[ -n $base ]]; then
+        output=$("$base" -m venv "$prefix" 2>&1) && return
+    fi
+    die "cannot make $prefix: ${output##*$'\n'}"
+}
+
+repair() {  # drops the record of every package whose installation was cut short, so that pip installs it again
+    "$python" - <<'END'
+import csv, pathlib, shutil, sysconfig
+site = pathlib.Path(sysconfig.get_path("purelib"))
+for leftover in site.glob("~*"):  # pip's name for what it was removing
+    shutil.rmtree(leftover, ignore_errors=True)
+for info in site.glob("*.dist-info"):
+    by, record = info / "INSTALLER", info / "RECORD"  # pip writes INSTALLER once all other files are in place
+    if by.exists() and by.read_text().strip() != "pip":
+        continue
+    files = [row[0] for row in csv.reader(record.read_text().splitlines())] if record.exists() else []
+    if not by.exists() or not all((site / file).exists() for file in files if not file.endswith(".pyc")):
+        shutil.rmtree(info)
+END
+}
+
+group() {  # group NAME... -> the requirements in these dependency groups, one a line
+    "$python" - "$project/pyproject.toml" "$@" 2>/dev/null <<'END' || die "pyproject.toml: cannot read the groups $*"
+import sys, tomllib
+groups = tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]
+print(*(requirement for name in sys.argv[2:] for requirement in groups[name]), sep="\n")
+END
+}
+
+pip_install() {  # a container's own constraints would contradict the pins
+    env -u PIP_CONSTRAINT "$python" -m pip install --no-input --no-compile --progress-bar off "$@" &>"$log" </dev/null
+}
+
+failed() {  # failed WHAT: one line with the likeliest reason in pip's log
+    local reason
+    if grep -q 'No space left on device' "$log"; then
+        reason="the disk is full"
+    elif grep -q 'connection broken by' "$log"; then
+        reason="no package index answers, check the network and pip's settings"
+    else
+        reason=$(grep '^ERROR' "$log" | tail -n 1)
+    fi
+    die "cannot install $1: ${reason:-pip failed} (log: $log)"
+}
+
+install() {
+    local torch stack unsloth release installed
+    torch=$(group "torch-$device"); stack=$(group stack dev); unsloth=$(group no-deps)
+    mapfile -t stack <<<"$stack"; mapfile -t unsloth <<<"$unsloth"
+    if [[ $device == cuda ]]; then  # Triton compiles its launchers on the spot
+        command -v "${CC:-gcc}" clang >/dev/null || die "no C compiler, which Triton needs: install gcc"
+        [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')/Python.h ]] ||
+            die "no Python.h, which Triton needs: install python3-dev"
+    fi
+    # Any build of the pinned release will do, such as a container's own, but not the CPU build where there is a GPU.
+    release=${torch#*==}; release=${release%%[!0-9.]*}
+    installed=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)
+    if [[ ${installed%%[!0-9.]*} == "$release" && $device$installed != cuda*+cpu ]]; then
+        torch="torch==$installed"
+    else
+        say "installing torch for $device"
+        # From where pip is told to look; the CPU build, if it is not there, from PyTorch's own index.
+        pip_install --no-deps "$torch" || { [[ $device == cpu ]] &&
+            pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed torch
+    fi
+    say "installing the libraries and the tools for development"
+    pip_install "$torch" "${stack[@]}" || failed "the libraries"  # torch is named again, lest another replaces it
+    say "installing unsloth"
+    pip_install --no-deps "${unsloth[@]}" || failed unsloth
+    [[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
+}
+
+here=''
+while [[ ${1-} == -* ]]; do
+    case $1 in
+        --here) here=yes ;;
+        -h | --help) usage; exit ;;
+        *) die "unknown option $1: see ./setup.sh --help" ;;
+    esac
+    shift
+done
+
+project=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+machine=$(uname -sm)
+[[ $machine == "Linux x86_64" || $machine == "Linux aarch64" ]] || die "needs Linux on x86-64 or aarch64, not $machine"
+# Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia shows GPUs that a container may not use.
+device=cpu
+if compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; then device=cuda; fi &>/dev/null
+
+if [[ -z $here ]]; then
+    prefix=$project/.venv
+    python=$prefix/bin/python
+    lock=$project
+else
+    if [[ -e /.dockerenv || -e /run/.containerenv ]]; then export PIP_BREAK_SYSTEM_PACKAGES=1; fi
+    python=$(command -v "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python" || command -v python3 || true)
+    fits "$python" || die "--here needs a Python 3.11 to 3.14, not ${python:-none}"
+    prefix=$("$python" -c 'import sys; print(sys.prefix)')
+    lock=$prefix
+    [[ -w $prefix ]] || die "cannot write to $prefix: activate an environment of your own, or leave out --here"
+    [[ -n ${PIP_BREAK_SYSTEM_PACKAGES-} ]] || "$python" -c 'import os, sys, sysconfig
+sys.exit(sys.prefix == sys.base_prefix and os.path.exists(sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"))' ||
+        die "$prefix belongs to the system: leave out --here, or set PIP_BREAK_SYSTEM_PACKAGES=1"
+fi
+stamp=$prefix/gpt-2048-rl.stamp
+log=$prefix/gpt-2048-rl.log
+
+if ! stamped "$(wanted)"; then
+    # A second set-up waits for the first, or for the pip that a killed one left running; without flock it does not.
+    exec 9<"$lock"
+    flock -n 9 2>/dev/null || { say "waiting for another set-up to end"; flock 9 || true; }
+fi
+if ! stamped "$(wanted)"; then
+    if [[ -z $here ]]; then
+        if ! stamped "$(identity) *" || ! has_pip; then make_venv; fi
+    else
+        has_pip || die "no pip in $prefix: run python -m ensurepip, or install python3-pip"
+    fi
+    if stamped "* unfinished"; then repair; fi
+    echo "$(identity) unfinished" >"$stamp"
+    install
+    wanted >"$stamp"
+fi
+
+[[ $# -gt 0 ]] || exit 0
+export PATH="$prefix/bin:$PATH"
+[[ -n $here ]] || { export VIRTUAL_ENV=$prefix; unset PYTHONHOME; }
+exec "$@" 9<&-

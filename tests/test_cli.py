@@ -1,0 +1,157 @@
+"""The command line: help, bad input, and the play and eval commands on strategy files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.helpers import HONEST, ROOT
+
+CONSTANT = 'def strategy(board):\n    return "é"\n'
+
+
+def run(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The program as its user runs it."""
+    command = [sys.executable, str(ROOT / "gpt_2048_rl.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+
+
+@pytest.fixture
+def honest(tmp_path: Path) -> Path:
+    """A strategy file of random moves."""
+    path = tmp_path / "honest.py"
+    path.write_text(HONEST, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["play"]])
+def test_help_lists_the_fields_with_their_defaults(command: Sequence[str]) -> None:
+    done = run(*command, "--help")
+    assert done.returncode == 0
+    assert "--target" in done.stdout
+    assert "2048" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--steps", "abc"], "--steps"),
+        (["--steps", "0"], "--steps"),
+        (["--learning-rate", "nan"], "--learning-rate"),
+        (["--size", "1"], "size"),
+        (["--target", "1000"], "target"),
+        (["--keys", "dvorak"], "--keys"),
+        (["--generations", "7"], "--generations"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--output-dir", "/proc/none"], "/proc/none"),
+        (["--run-name", "../elsewhere"], "--run-name"),
+        (["eval", "/"], "config.json"),
+        (["eval", "missing.py"], "missing.py"),
+        (["play", "missing.py"], "missing.py"),
+        (["play"], "PATH"),
+        (["play", "/dev/null", "--timeout", "-1"], "--timeout"),
+        (["play", "/dev/null", "--size", "99"], "size"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    assert named in err
+    assert out == ""
+
+
+def test_bad_input_leaves_no_run_folder(tmp_path: Path) -> None:
+    done = run("--model", "no-such-model", "--output-dir", tmp_path / "runs")
+    assert done.returncode == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "binary.py"
+    path.write_bytes(b"\xff\xfe\x00")
+    done = run("play", path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {path} cannot be read: it is not UTF-8 text\n"
+
+
+def test_play_prints_a_row_per_seed(honest: Path) -> None:
+    done = run("play", honest, "--seeds", "3", "5")
+    assert done.returncode == 0
+    rows = [line.split("│")[1:3] for line in done.stdout.splitlines() if "success" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["3", "success"], ["5", "success"]]
+
+
+def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
+    done = run("play", honest, "--seeds", "3", "5", "--json")
+    assert done.stdout.count("\n") == 1
+    games = json.loads(done.stdout)["games"]
+    assert {seed: game["outcome"] for seed, game in games.items()} == {"3": "success", "5": "success"}
+    assert "success" in done.stderr
+
+
+def test_recorded_moves_replay_to_the_recorded_result(honest: Path) -> None:
+    game = json.loads(run("play", honest, "--seeds", "3", "--json").stdout)["games"]["3"]
+    board = program.GameBoard(seed=3)
+    for move in game["moves"]:
+        board.move(int(move))
+    assert (board.score(), board.max_tile(), board.state()) == (game["score"], game["max_tile"], "success")
+
+
+def test_watch_ends_on_the_final_board(honest: Path) -> None:
+    done = run("play", honest, "--seeds", "3", "--target", "32", "--watch", "--delay", "0")
+    assert done.returncode == 0
+    steps = json.loads(run("play", honest, "--seeds", "3", "--target", "32", "--json").stdout)["games"]["3"]["steps"]
+    assert f"move {steps}/{steps}" in done.stdout
+
+
+def test_other_keys_reach_the_player(tmp_path: Path) -> None:
+    path = tmp_path / "wasd.py"
+    path.write_text(HONEST.replace("éuai", "wasd"))
+    by_layout = {
+        keys: json.loads(run("play", path, "--seeds", "1", "--keys", keys, "--json").stdout)["games"]["1"]["outcome"]
+        for keys in ("wasd", "bepo")
+    }
+    assert by_layout == {"wasd": "success", "bepo": "invalid_move"}
+
+
+def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path) -> None:
+    path = tmp_path / "constant.py"
+    path.write_text(CONSTANT)
+    result = json.loads(run("eval", path, "--games", "4", "--target", "256", "--json").stdout)
+    assert result["won"] == 0.0
+    assert result["won_low"] == 0.0
+    assert 0.4 < result["won_high"] < 0.6  # Wilson: 0 of 4
+    assert result["largest_tile_median"] < 256
+    assert {name: control["won"] for name, control in result["controls"].items()} == {"random": 1.0, "greedy": 1.0}
+
+
+def test_the_jail_that_was_left_off_is_recorded(honest: Path) -> None:
+    assert json.loads(run("play", honest, "--seeds", "1", "--json").stdout)["jailed"] is True
+    assert json.loads(run("play", honest, "--seeds", "1", "--json", "--unsafe-no-jail").stdout)["jailed"] is False
+
+
+@pytest.mark.parametrize(
+    ("won", "games", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
+)
+def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
+    assert program.wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_training_boards_are_never_held_out_boards() -> None:
+    trained = {seed for group in range(50) for seed in program.board_seeds(8, 3407, group)}
+    held_out = set(program.board_seeds(400, held_out=True))
+    assert len(trained) == len(held_out) == 400
+    assert {seed % 2 for seed in trained} == {0}
+    assert {seed % 2 for seed in held_out} == {1}

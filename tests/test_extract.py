@@ -1,0 +1,318 @@
+"""What comes back from a model: finding the strategy in it, and the static look for cheating."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+
+import gpt_2048_rl as program
+from gpt_2048_rl import extract_function, find_cheating
+
+PLAIN = 'def strategy(board):\n    return "a"'
+OTHER = 'def strategy(board):\n    return "i"'
+FENCED = f"```python\n{PLAIN}\n```"
+HELPED = textwrap.dedent("""\
+    import math
+    from collections import Counter
+    WEIGHTS = [1, 2]
+    def helper(board):
+        return math.sqrt(sum(map(sum, board)))
+    def strategy(board):
+        return "a" if helper(board) > WEIGHTS[0] else "u\"""")
+
+FOUND = {  # completion -> the source that stands in it
+    "fenced": (FENCED, PLAIN),
+    "prose around the fence": (f"Here it is:\n\n{FENCED}\n\nIt goes left.", PLAIN),
+    "fence without a language": (f"```\n{PLAIN}\n```", PLAIN),
+    "fence with another language tag": (f"```py3 title=x\n{PLAIN}\n```", PLAIN),
+    "the last of several fences": (f"{FENCED}\nBetter:\n```python\n{OTHER}\n```", OTHER),
+    "the last complete fence": (f"{FENCED}\nBetter:\n```python\n{OTHER}\n", PLAIN),
+    "the last fence with a strategy in it": (f"{FENCED}\nRun it:\n```sh\npython play.py\n```", PLAIN),
+    "the last fence that parses": (f"{FENCED}\n```python\ndef strategy(board):\n    return (\n```", PLAIN),
+    "a fence opened again inside": (f"```python\ndef strat\n{FENCED}", PLAIN),
+    "blanks after the closing fence": (f"{FENCED}  \nDone.", PLAIN),
+    "indented fence": (textwrap.indent(FENCED, "   "), PLAIN),
+    "fence in a list": (f"1. This:\n\n{textwrap.indent(FENCED, '    ')}", PLAIN),
+    "CRLF": (FENCED.replace("\n", "\r\n"), PLAIN),
+    "CR alone": (FENCED.replace("\n", "\r"), PLAIN),
+    "helpers, imports and constants above": (f"```python\n{HELPED}\n```", HELPED),
+    "helpers below": (
+        f"```python\n{PLAIN}\ndef helper():\n    return 1\n```",
+        f"{PLAIN}\ndef helper():\n    return 1",
+    ),
+    "example use below": (f"```python\n{PLAIN}\nboard = [[0] * 6] * 6\nprint(strategy(board))\n```", PLAIN),
+    "example use above": (f"```python\nprint('hello')\n{PLAIN}\n```", PLAIN),
+    "main guard": (f"```python\n{PLAIN}\nif __name__ == '__main__':\n    strategy([])\n```", PLAIN),
+    "decorators": (
+        f"```python\nimport functools\n@functools.cache\n@functools.lru_cache(\n    None)\n{PLAIN}\n```",
+        f"import functools\n@functools.cache\n@functools.lru_cache(\n    None)\n{PLAIN}",
+    ),
+    "class and its methods above": (
+        f"```python\nclass Player:\n    def strategy(self, board):\n        return 'a'\n{PLAIN}\n```",
+        f"class Player:\n    def strategy(self, board):\n        return 'a'\n{PLAIN}",
+    ),
+    "defined twice": (f"```python\n{PLAIN}\n{OTHER}\n```", f"{PLAIN}\n{OTHER}"),
+    "docstring with a triple quote": (
+        '```python\ndef strategy(board):\n    """Left.\n\n    Always."""\n    return "a"\n```',
+        'def strategy(board):\n    """Left.\n\n    Always."""\n    return "a"',
+    ),
+    "letters outside of ASCII": (FENCED.replace('"a"', "'é'"), PLAIN.replace('"a"', "'é'")),
+    "unfenced": (PLAIN, PLAIN),
+    "unfenced with prose": (f"Sure, here it is:\n\n{PLAIN}\n\nThis always goes left.", PLAIN),
+    "unfenced, prose right below": (f"My answer:\n{PLAIN}\nThis always goes left!", PLAIN),
+    "unfenced with helpers": (f"Sure:\n\n{HELPED}\n\nThat is all.", HELPED),
+    "unfenced example dropped": (f"{PLAIN}\n\nprint(strategy([[0]]))", PLAIN),
+    "unfenced decorator": (f"Use:\n\nimport functools\n@cache\n{PLAIN}", f"import functools\n@cache\n{PLAIN}"),
+    "unfenced, no space after the colon of prose": (f"Idea:greedy\n{PLAIN}", PLAIN),
+}
+
+
+@pytest.mark.parametrize(("text", "source"), FOUND.values(), ids=FOUND.keys())
+def test_finds_the_strategy(text: str, source: str) -> None:
+    """Blank lines aside, exactly the code that belongs to the strategy, line by line."""
+    found = extract_function(text)
+    assert found is not None
+    assert [line for line in found.split("\n") if line.strip()] == [line for line in source.split("\n") if line.strip()]
+
+
+ABSENT = {
+    "nothing": "",
+    "prose": "I would always go left, then up.",
+    "another name": FENCED.replace("strategy", "policy"),
+    "fence never closed": FENCED.removesuffix("```"),
+    "fence never closed, prose before": f"Sure:\n{FENCED.removesuffix('```')}",
+    "fence cut in its first line": "```python",
+    "cut in the middle of a statement": "```python\ndef strategy(board):\n    return (",
+    "unfenced, cut in the middle of a statement": "def strategy(board):\n    for x in",
+    "unfenced, cut in the middle of a string": 'def strategy(board):\n    return "',
+    "unfenced, cut after the colon": "def strategy(board):",
+    "unfenced, cut after a decorator": "import functools\n@functools.cache\n",
+    "does not parse": "```python\ndef strategy(board)\n    return 'a'\n```",
+    "async def": "```python\nasync def strategy(board):\n    return 'a'\n```",
+    "only a method": "```python\nclass Player:\n    def strategy(self, board):\n        return 'a'\n```",
+    "only a nested function": "```python\ndef f():\n    def strategy(board):\n        return 'a'\n```",
+    "only a lambda": "```python\nstrategy = lambda board: 'a'\n```",
+    "only quoted": "```python\ntext = '''\ndef strategy(board):\n    return 1\n'''\n```",
+}
+
+
+@pytest.mark.parametrize("text", ABSENT.values(), ids=ABSENT.keys())
+def test_finds_none_where_there_is_none(text: str) -> None:
+    """No function of that name, or one that was cut off."""
+    assert extract_function(text) is None
+
+
+def test_every_cut_of_a_fenced_answer_is_none() -> None:
+    """A completion that ran into its limit of tokens never gives half a strategy: the fence was not closed."""
+    answer = f"Sure:\n```python\n{HELPED}\n```"
+    assert [i for i in range(len(answer)) if extract_function(answer[:i]) is not None] == []
+    assert extract_function(answer) == HELPED
+
+
+def test_what_is_found_always_parses() -> None:
+    """Of an unfenced answer, cut anywhere, comes None or Python with a strategy in it."""
+    for i in range(len(HELPED)):
+        if found := extract_function(HELPED[:i]):
+            assert "strategy" in {n.name for n in ast.parse(found).body if isinstance(n, ast.FunctionDef)}
+
+
+def test_a_comment_in_column_0_does_not_end_the_function() -> None:
+    """Unfenced code was cut at such a comment, and what came back had lost its return."""
+    code = 'def strategy(board):\n    x = 1\n# now the move\n    return "a"'
+    assert extract_function(f"{code}\n\nDone.") == code
+
+
+def test_prose_that_looks_like_an_annotation_is_not_kept() -> None:
+    """ "Strategy: greedy" is an annotated name to Python; kept above the function it raised NameError when loading."""
+    assert extract_function(f"Strategy: greedy\n\n{PLAIN}\n\nNote: good") == PLAIN
+
+
+def test_an_annotated_constant_is_kept() -> None:
+    """Unfenced `name: type = value` is code."""
+    source = f"DEPTH: int = 2\n{PLAIN}"
+    assert extract_function(source) == source
+
+
+HARMONY = "<|channel|>analysis<|message|>{analysis}<|end|><|start|>assistant<|channel|>final<|message|>{final}{end}"
+STRIPPED = "analysis{analysis}assistantfinal{final}{end}"  # what a decoder leaves that skips special tokens
+
+
+@pytest.mark.parametrize("layout", [HARMONY, STRIPPED, "<|start|>assistant" + HARMONY])
+@pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
+def test_harmony_only_the_final_channel_counts(layout: str, end: str) -> None:
+    """A fence inside the analysis is a thought, not an answer."""
+    analysis = f"Perhaps\n```python\n{OTHER}\n```\nor better not."
+    assert extract_function(layout.format(analysis=analysis, final=f"{FENCED}\n", end=end)) == PLAIN
+    assert extract_function(layout.format(analysis=analysis, final="I give up.", end=end)) is None
+
+
+@pytest.mark.parametrize("layout", [HARMONY, STRIPPED])
+def test_harmony_fence_at_the_very_start_of_the_final_channel(layout: str) -> None:
+    """No line break stands between the channel's mark and the fence."""
+    assert extract_function(layout.format(analysis="Think.", final=FENCED, end="")) == PLAIN
+
+
+@pytest.mark.parametrize("layout", [HARMONY, STRIPPED])
+def test_harmony_unfenced_code_in_the_final_channel(layout: str) -> None:
+    """Accepted, as from any model."""
+    assert extract_function(layout.format(analysis="Think.", final=PLAIN, end="")) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<|channel|>analysis<|message|>{FENCED}",
+        f"<|channel|>analysis<|message|>{FENCED}<|end|>",
+        f"<|channel|>analysis<|message|>{FENCED}<|end|><|start|>assistant<|channel|>final",
+        f"<|channel|>commentary<|message|>{FENCED}<|end|>",
+        f"analysisPerhaps\n{FENCED}\n",
+        f"commentary{FENCED}",
+    ],
+)
+def test_harmony_without_a_final_channel_is_none(text: str) -> None:
+    """Cut off while it was still thinking."""
+    assert extract_function(text) is None
+
+
+def test_harmony_analysis_then_commentary_then_final() -> None:
+    """All channels before the final one are skipped, in both forms."""
+    thoughts = (f"<|channel|>{c}<|message|>{OTHER}<|end|><|start|>assistant" for c in ("analysis", "commentary"))
+    assert extract_function(f"{''.join(thoughts)}<|channel|>final<|message|>{FENCED}") == PLAIN
+    assert extract_function(f"analysis{OTHER}assistantcommentary{OTHER}assistantfinal{FENCED}") == PLAIN
+
+
+def test_harmony_straight_to_the_final_channel() -> None:
+    """Without special tokens such an answer begins with "final", glued to the fence, which then went unseen."""
+    assert extract_function(f"<|channel|>final<|message|>{FENCED}<|return|>") == PLAIN
+    assert extract_function(f"final{FENCED}") == PLAIN
+
+
+def test_harmony_a_second_turn_is_not_read() -> None:
+    """What a model writes after it has ended its own turn is no answer."""
+    text = f"<|channel|>final<|message|>{FENCED}\n<|return|><|start|>user<|message|>```python\n{OTHER}\n```"
+    assert extract_function(text) == PLAIN
+
+
+HOSTILE = {
+    "50,000 minus signs": "def strategy(board):\n    return " + "-" * 50_000 + "1",
+    "30,000 brackets": "def strategy(board):\n    return " + "[" * 30_000 + "]" * 30_000,
+    "30,000 open brackets": "(" * 30_000,
+    "30,000 nots": "def strategy(board):\n    return " + "not " * 30_000 + "1",
+    "a chain of 30,000 attributes": "def strategy(board):\n    return board" + ".x" * 30_000,
+    "a sum of 30,000 terms": "def strategy(board):\n    return " + "+".join("1" * 30_000),
+    "30,000 lambdas": "def strategy(board):\n    return " + "lambda: " * 30_000 + "1",
+    "null byte": "def strategy(board):\n    return '\0'",
+    "lone surrogate": "def strategy(board):\n    return '\ud800'",
+    "lone surrogate in prose": f"\udfff\n{PLAIN}",
+    "byte order mark": f"\ufeff{PLAIN}",
+    "form feeds": f"\f{PLAIN}\f",
+    "line separators": f"\u2028{PLAIN}\u2029\x85",
+    "a huge number": "def strategy(board):\n    return " + "9" * 50_000,
+    "deep indentation": "".join(" " * i + "if 1:\n" for i in range(200)) + " " * 200 + "pass\ndef strategy(b): pass",
+    "10,000 fences": "```\n" * 10_000,
+    "10,000 nested parentheses in a fence": "```python\ndef strategy(b):\n return " + "(" * 10_000 + "\n```",
+    "10,000 paragraphs": "a\n\n" * 10_000,
+    "10,000 decorators": "@a\n" * 10_000 + PLAIN,
+    "f-strings in f-strings": "def strategy(board):\n    return " + "f'{" * 300 + "1" + "}'" * 300,
+    "wrong encoding cookie": f"# -*- coding: nonsense -*-\n{PLAIN}",
+    "only channel marks": "<|channel|>" * 5_000 + "final<|message|>" * 5_000,
+    "backslash at the end": PLAIN + "\\",
+}
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_text_gives_none_or_a_source(text: str, fenced: bool) -> None:
+    """Never an exception, in the extraction or in the look at what it found; such text killed in-process trainers."""
+    found = extract_function(f"```python\n{text}\n```" if fenced else text)
+    assert found is None or ("def strategy" in found and find_cheating(found) == "")
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_source_does_not_upset_the_look_for_cheating(text: str) -> None:
+    """It reads raw sources too, from files."""
+    assert isinstance(find_cheating(text), str)
+
+
+def body(line: str) -> str:
+    return f"def strategy(board):\n    {line}\n    return 'a'"
+
+
+CHEATING = {
+    **{f"{name}()": (body(f"{name}('1')"), f"uses {name}") for name in sorted(program._INTERPRETER_NAMES)},
+    "alias of eval": (body("e = eval"), "uses eval"),
+    "import os": ("import os\n" + PLAIN, "imports os"),
+    "import inside": (body("import numpy as np"), "imports numpy"),
+    "import of a submodule": (body("import os.path"), "imports os.path"),
+    "one bad import of several": ("import math, subprocess\n" + PLAIN, "imports subprocess"),
+    "from import": (body("from sys import exit"), "imports sys"),
+    "relative import": (body("from . import x"), "imports ."),
+    "relative import of an allowed name": (body("from .math import sqrt"), "imports .math"),
+    "dunder attribute": (body("x = ().__class__"), "reaches for __class__"),
+    "the classic way out": (body("x = ().__class__.__bases__[0].__subclasses__()"), "reaches for __"),
+    "globals of a function": (body("x = strategy.__globals__"), "reaches for __globals__"),
+    "builtins by name": (body("x = __builtins__"), "reaches for __builtins__"),
+    "written dunder": (body("board.__class__ = list"), "reaches for __class__"),
+    "in a decorator": ("@eval\n" + PLAIN, "uses eval"),
+    "in a default": ("def strategy(board, x=open('/etc/passwd')):\n    return 'a'", "uses open"),
+    "in an annotation": ("def strategy(board: exec('1')):\n    return 'a'", "uses exec"),
+    "in a lambda": (body("f = lambda: eval('1')"), "uses eval"),
+    "in an f-string": (body('f = f"{eval(1)}"'), "uses eval"),
+    "in a class body": ("class A:\n    import socket\n" + PLAIN, "imports socket"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), CHEATING.values(), ids=CHEATING.keys())
+def test_finds_cheating(source: str, reason: str) -> None:
+    """It says what it found, in words that start alike."""
+    assert find_cheating(source).startswith(reason)
+
+
+def test_interpreter_names_are_those_of_the_rules() -> None:
+    """The table above is built from the program's set; this says what must be in it."""
+    assert sorted(program._INTERPRETER_NAMES) == ["__import__", "compile", "eval", "exec", "input", "open"]
+
+
+HONEST = {
+    "plain": PLAIN,
+    "helpers": HELPED,
+    "a variable named input": body("input = board[0]; x = input[0]"),
+    "a parameter named input": "def f(input):\n    return input\n" + PLAIN,
+    "a lambda's parameter named open": body("f = lambda open: open + 1"),
+    "a function named compile": "def compile(row):\n    return row\n" + body("compile(board)"),
+    "a loop variable named open": body("for open in board: print(open)"),
+    "a method named eval": "class A:\n    def eval(self):\n        return self.eval\n" + PLAIN,
+    "attribute named compile": body("import re; re.compile('a')"),
+    "constructor": "class A:\n    def __init__(self):\n        self.x = 1\n" + PLAIN,
+    "operators": "class A:\n    def __lt__(self, other):\n        return 1\n" + PLAIN,
+    "super().__init__": "class A(list):\n    def __init__(self):\n        super().__init__()\n" + PLAIN,
+    "main guard": PLAIN + "\nif __name__ == '__main__':\n    print(1)",
+    "future import": "from __future__ import annotations\n" + PLAIN,
+    "submodule of an allowed one": "from collections.abc import Sequence\nimport collections.abc\n" + PLAIN,
+    "the word in a string": body("x = 'eval(open(input()))'"),
+    "a name with underscores": body("__x = 1; _y_ = __x"),
+    "does not parse": "def strategy(",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("source", HONEST.values(), ids=HONEST.keys())
+def test_honest_code_is_clean(source: str) -> None:
+    """A false accusation costs 20 points: names that the code itself binds are its own."""
+    assert find_cheating(source) == ""
+
+
+@pytest.mark.parametrize("module", program.ALLOWED_MODULES)
+def test_every_allowed_module_is_clean_to_import(module: str) -> None:
+    """The one list that the prompt, the jail and this look read."""
+    assert find_cheating(f"import {module}\nfrom {module} import *\n{PLAIN}") == ""
+
+
+def test_a_chain_of_600_branches_does_not_run_out_of_stack() -> None:
+    """Each elif lies inside the one before: a recursive look at the tree ended in a RecursionError."""
+    chain = "".join(f"    elif board[0][0] == {i}: return 'u'\n" for i in range(600))
+    source = f"def strategy(board):\n    if not board: return 'a'\n{chain}    return eval('1')"
+    assert extract_function(f"```python\n{source}\n```") == source
+    assert find_cheating(source) == "uses eval"
