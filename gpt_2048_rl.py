@@ -49,7 +49,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial, wraps
@@ -97,6 +97,18 @@ def direction_of(key: object, table: Mapping[str, int]) -> int | None:
 # Game
 
 
+@lru_cache(maxsize=1 << 16)
+def _merge(tiles: bytes) -> tuple[bytes, int]:
+    """Exponents without a gap -> the same after a slide towards their start, and the points gained."""
+    slid, gain, i = bytearray(), 0, 0
+    while i < len(tiles):
+        merges = i + 1 < len(tiles) and tiles[i] == tiles[i + 1]
+        slid.append(tiles[i] + merges)
+        gain += (1 << slid[-1]) * merges
+        i += 1 + merges
+    return bytes(slid), gain
+
+
 class _LineMemo(dict[bytes, tuple[bytes, int]]):
     """A line of exponents -> (the line after a slide, points gained), worked out once per line and kept."""
 
@@ -107,26 +119,17 @@ class _LineMemo(dict[bytes, tuple[bytes, int]]):
         self.towards_end = towards_end
 
     def __missing__(self, line: bytes) -> tuple[bytes, int]:
-        tiles = line.replace(b"\0", b"")
-        if self.towards_end:
-            tiles = tiles[::-1]
-        slid, gain, i = bytearray(), 0, 0
-        while i < len(tiles):
-            merges = i + 1 < len(tiles) and tiles[i] == tiles[i + 1]
-            slid.append(tiles[i] + merges)
-            gain += (1 << slid[-1]) * merges
-            i += 1 + merges
-        slid = slid.ljust(len(line), b"\0")
+        order = -1 if self.towards_end else 1
+        slid, gain = _merge(line.replace(b"\0", b"")[::order])
         if len(self) >= self.LIMIT:
             self.clear()
-        self[line] = bytes(slid[::-1] if self.towards_end else slid), gain
-        return self[line]
+        self[line] = after = slid.ljust(len(line), b"\0")[::order], gain
+        return after
 
 
 _TOWARDS_START = _LineMemo(towards_end=False).__getitem__
 _TOWARDS_END = _LineMemo(towards_end=True).__getitem__
 _TILES = [0, *(1 << exponent for exponent in range(1, 256))]  # a list: its __getitem__ is twice as fast as a tuple's
-_FIRST = [range(n) for n in range(257)]  # the first n whole numbers
 
 
 class GameBoard:
@@ -139,7 +142,7 @@ class GameBoard:
     Raises ValueError that names the argument which is out of range.
     """
 
-    __slots__ = ("_choice", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state",
+    __slots__ = ("_bits", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state",
                  "probability_fours", "size", "target")  # fmt: skip
 
     def __init__(
@@ -149,7 +152,7 @@ class GameBoard:
         self.size, self.target, self.probability_fours = size, target, probability_fours
         self._keys = key_table(keys)
         rng = random.Random(seed)
-        self._random, self._choice = rng.random, rng.choice
+        self._random, self._bits = rng.random, rng.getrandbits
         self._rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))  # every row in one C call
         self._columns = itemgetter(*(slice(i, None, size) for i in range(size)))
         self._exponent = target.bit_length() - 1
@@ -193,7 +196,7 @@ class GameBoard:
             return False
         flat = self._flat
         vertical, slide = direction < 2, _TOWARDS_END if direction & 1 else _TOWARDS_START
-        lines, gains = zip(*map(slide, (self._columns if vertical else self._rows)(flat)))
+        lines, gains = zip(*map(slide, (self._columns if vertical else self._rows)(flat)))  # noqa: B905 - hot
         moved = b"".join(lines)
         if vertical:
             moved = b"".join(self._columns(moved))  # back from columns to rows
@@ -215,7 +218,10 @@ class GameBoard:
         """Put one tile on a random empty cell; return how many cells are still empty."""
         flat = self._flat
         empty = flat.count(0)
-        nth = self._choice(_FIRST[empty])  # draws what a choice over the list of empty cells draws
+        bits = empty.bit_length()
+        nth = self._bits(bits)
+        while nth >= empty:  # draws what Random.choice over the list of empty cells draws
+            nth = self._bits(bits)
         cell = len(flat) - 1 - len(flat.split(b"\0", nth + 1)[-1])
         tile = b"\2" if self._random() < self.probability_fours else b"\1"
         self._flat = flat[:cell] + tile + flat[cell + 1 :]
@@ -251,9 +257,9 @@ ALLOWED_MODULES = ("math", "random", "itertools", "functools", "collections", "h
                    "string", "re", "typing", "dataclasses", "bisect", "enum", "abc", "numbers", "fractions",
                    "decimal")  # fmt: skip
 RULES = """
-`board` is a list of {size} lists of {size} whole numbers; 0 is an empty cell. The function returns one key: "{up}" for \
-up, "{down}" for down, "{left}" for left, "{right}" for right. Use native Python only, keep helper functions inside \
-`strategy`, and import nothing but {modules}. Answer with one short function in a fenced block:
+`board` is a list of {size} lists of {size} whole numbers; 0 is an empty cell. The function returns one key: \
+"{up}" for up, "{down}" for down, "{left}" for left, "{right}" for right. Use native Python only, keep helper \
+functions inside `strategy`, and import nothing but {modules}. Answer with one short function in a fenced block:
 ```python
 def strategy(board):
     ...
@@ -263,7 +269,7 @@ WORDINGS = (
     "Write a Python function strategy(board) that plays 2048 on a {size}x{size} board and reaches the {target} tile.",
     "You play 2048 on a board of {size} by {size} cells. Give a short strategy(board) that makes the tile {target}.",
     "Create a new short 2048 strategy using only native Python code. The board is {size}x{size}, the goal is {target}.",
-    "Implement strategy(board), called once per move of a {size}x{size} game of 2048, so that the game gets to {target}.",
+    "Implement strategy(board), called once per move of a {size}x{size} game of 2048, so that it gets to {target}.",
     "The game is 2048, the board {size}x{size}, the tile to reach {target}. Write the function that chooses each move.",
     "I need a small Python function that wins 2048: board of {size}x{size}, winning tile {target}, one key per call.",
     "Goal: a {target} tile on a {size}x{size} 2048 board. Program the player as strategy(board).",
@@ -323,6 +329,12 @@ def _program(code: str) -> str | None:
     return "\n".join(lines[i - 1] for i in sorted(kept))
 
 
+def _is_code(node: ast.stmt) -> bool:
+    """Not prose that happens to parse, such as "Hello" or "Note: this"."""
+    assigns = isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value is not None)
+    return assigns or isinstance(node, _DEFINITIONS)
+
+
 def _unfenced_program(lines: list[str]) -> str | None:
     """Collect the code among prose: paragraphs that start in column 0 and are definitions, imports, assignments."""
     paragraphs: list[list[str]] = []
@@ -337,8 +349,7 @@ def _unfenced_program(lines: list[str]) -> str | None:
         tree = parse(paragraph)
         if tree is None and re.match(r"(@|def strategy\b)", paragraph):
             return None  # truncated in the middle of a statement
-        if tree and any(isinstance(node, (*_DEFINITIONS, ast.Assign)) or (getattr(node, "value", None) and
-                        isinstance(node, ast.AnnAssign)) for node in tree.body):  # fmt: skip - "Note: prose" has no value
+        if tree and any(_is_code(node) for node in tree.body):
             code.append(paragraph)
     return _program("\n".join(code))
 
@@ -404,7 +415,7 @@ def find_cheating(source: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Jailed players
 #
-# trainer -> W workers (trusted referees: games, seeds, clock, score) -> a zygote each -> one jailed player per strategy.
+# trainer -> W workers (trusted referees: games, seeds, clock, score) -> a zygote each -> a jailed player per strategy.
 # A player only turns boards into keys.  Its first byte says that the jail holds; all that follows is a claim.
 
 
@@ -488,7 +499,8 @@ class Jail:
         self._libc = ctypes.CDLL(None, use_errno=True)
         code = seccomp_filter(machine)
         self._code = ctypes.create_string_buffer(code, len(code))
-        self._program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._code)))
+        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._code))  # struct sock_fprog
+        self._program = ctypes.create_string_buffer(program)
 
     def _prctl(self, option: int, value: int, pointer: int = 0) -> None:
         if self._libc.prctl(option, *map(ctypes.c_ulong, (value, pointer, 0, 0))):
@@ -566,7 +578,9 @@ def _own_modules(seed: int) -> Callable[..., ModuleType]:
                 vars(copy)["Random"] = type("Random", (_GameRandom,), {"default": seed})
         return copies[name]
 
-    def guarded(name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0) -> ModuleType:
+    def guarded(
+        name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0
+    ) -> ModuleType:
         if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
             raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
         return own(__import__(name, None, None, fromlist, 0))  # type: ignore[arg-type]
@@ -652,7 +666,8 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
 
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     """Fork a player for every channel that is sent; kill and reap it when asked.  Knows no seed and no game."""
-    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref"):
+    # the last three are not for the strategies: functools needs two, the compiler one for names like "ligne_complète"
+    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata"):
         __import__(name)
     jail = Jail() if jailed else None
     if jail:
@@ -769,8 +784,8 @@ class _PlayerProcess:
             if self.cpu() > allowed:
                 raise _Over("timeout", f"more than {cpu_seconds:g} s of CPU time for one move")
             try:
-                with open(f"/proc/{self.pid}/stat", "rb") as file:
-                    asleep = asleep + 1 if file.read(400).rpartition(b") ")[2][:1] == b"S" else 0
+                stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+                asleep = asleep + 1 if stat.rpartition(b") ")[2][:1] == b"S" else 0
             except OSError:
                 asleep = 0
             if asleep >= self.ASLEEP_POLLS:
@@ -798,6 +813,19 @@ class _Seat:
     moves: bytearray = dataclasses.field(default_factory=bytearray)  # what the player answered, a byte a move
     idle: int = 0  # moves since the last that changed the board
     end: _Over | None = None
+
+    def ends(self, direction: int, notes: Iterator[bytes]) -> bool:
+        """Whether the game ends with an answer that changed nothing, or after which it does not go on."""
+        if direction >= len(DIRECTIONS):
+            note = next(notes, b"").decode("utf-8", "replace")
+            self.end = _Over("invalid_move" if direction == _NOT_A_KEY else "error", note)
+        elif self.game.state() != "ongoing":
+            self.end = _Over("success" if self.game.state() == "success" else "lost", "")
+        else:
+            self.idle += 1
+            if self.idle >= LIMITS.idle_moves:
+                self.end = _Over("stuck", f"{self.idle} moves in a row changed nothing")
+        return self.end is not None
 
     def result(self, over: _Over, cpu: float, record: bool = False) -> GameResult:
         """The game's result; `over` is the end that its player's process had, if the game has none of its own."""
@@ -886,28 +914,20 @@ class Referee:
         for seat in seats:
             if seat.game.state() == "success":  # a spawn can make the smallest targets
                 seat.end = _Over("success", "")
-        while active := [(i, seat) for i, seat in enumerate(seats) if seat.end is None]:
+        while active := [(_NUMBERS[i], seat, seat.game) for i, seat in enumerate(seats) if seat.end is None]:
             finished = False
             while not finished:
-                player.send(b"".join([_NUMBERS[i] + seat.game.flat() for i, seat in active]))
+                player.send(b"".join([number + game.flat() for number, _, game in active]))
                 answer = player.receive(LIMITS.move_seconds)
                 if len(answer) < len(active):
                     raise _Over("error", "the player broke the protocol")
                 notes = iter(answer[len(active) :].split(b"\0"))
-                for (_, seat), direction in zip(active, answer):
+                for (_, seat, game), direction in zip(active, answer):  # noqa: B905 - notes may follow
                     seat.moves.append(direction)
-                    if direction > 3:
-                        note = next(notes, b"").decode("utf-8", "replace")
-                        seat.end = _Over("invalid_move" if direction == _NOT_A_KEY else "error", note)
-                    elif not seat.game.move(direction):
-                        seat.idle += 1
-                        if seat.idle >= LIMITS.idle_moves:
-                            seat.end = _Over("stuck", f"{seat.idle} moves in a row changed nothing")
-                    else:
+                    if direction <= 3 and game.move(direction) and game.state() == "ongoing":
                         seat.idle = 0
-                        if seat.game.state() != "ongoing":
-                            seat.end = _Over("success" if seat.game.state() == "success" else "lost", "")
-                    finished = finished or seat.end is not None
+                    else:
+                        finished |= seat.ends(direction, notes)
 
 
 _PROCESS_ENDED = "the player's process ended"
@@ -1242,57 +1262,51 @@ REWARDS = (function_works, no_cheating, strategy_succeeds)
 # ---------------------------------------------------------------------------------------------------------------------
 # Strategies for the warm start: independent parts, so that most of their combinations are never in the corpus
 
-SLIDE = '''    def slide(row):
+SLIDE = """    def slide(row):
         row = [x for x in row if x]
-        for i in range(len(row) - 1):
-            if row[i] == row[i + 1]:
-                row[i], row[i + 1] = 2 * row[i], 0
+        for i, x in enumerate(row[1:]):
+            if row[i] == x:
+                row[i], row[i + 1] = x + x, 0
         row = [x for x in row if x]
         return row + [0] * (len(board) - len(row))
 
     def move(k):
-        rows = zip(*board) if k in "{vertical}" else board
+        turn = k in "{vertical}"
+        rows = zip(*board) if turn else board
         rows = [slide(r[::-1])[::-1] if k in "{backwards}" else slide(r) for r in rows]
-        return [list(r) for r in zip(*rows)] if k in "{vertical}" else rows
-'''
-SCORE = '''
+        return [list(r) for r in zip(*rows)] if turn else rows
+"""
+SCORE = """
     def score(k):
         board = move(k)
         flat = sum(board, [])
         return {total}
-'''
-TERMS = (
-    "flat.count(0)",
-    "len(set(flat))",
-    "sum(x * x for x in flat)",
-    "sum(x * i for i, x in enumerate(flat))",
-    "sum(r == sorted(r) for r in board)",
-    "sum(x == y for r in board for x, y in zip(r, r[1:]))",
-    "sum(board[0])",
-    "sum(board[-1])",
-    "sum(r[0] for r in board)",
-    "max(flat)",
-    "board[0][0]",
-    "board[-1][-1]",
-)
+"""
+TERMS = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-1][-1]", "sum(board[0])",
+         "sum(board[-1])", "sum(r[0] for r in board)", "sum(x * x for x in flat)",
+         "sum(x * i for i, x in enumerate(flat))", "sum(r == sorted(r) for r in board)",
+         "sum(x == y for r in board for x, y in zip(r, r[1:]))")  # fmt: skip
 WEIGHTS = (1, 2, 3, 5, 8, 20, 50, 100)
+
+
+# Ways to choose a key and how often each is composed.  At 2048 on 6x6, draws from 3 or 4 keys or from the legal moves
+# win, and so do most searches: about one program in five.
+CHOICES = {"constant": 6, "cycle": 22, "draw2": 20, "draw3": 6, "draw4": 5, "first": 26, "draw_legal": 3, "search": 5}
 
 
 def _weighted_sum(rng: random.Random, terms: int) -> str:
     """A weighted sum over TERMS of a `board` and its cells `flat`."""
-    parts = [f"{rng.choice(WEIGHTS)} * {term}" for term in rng.sample(TERMS, terms)]
-    return "".join(part if i == 0 else rng.choice((" + ", " + ", " - ")) + part for i, part in enumerate(parts))
+    first, *rest = (f"{rng.choice(WEIGHTS)} * {term}" for term in rng.sample(TERMS, terms))
+    return first + "".join(rng.choice((" + ", " + ", " - ")) + part for part in rest)
 
 
 def _some_keys(rng: random.Random, keys: str, count: int) -> str:
+    """That many of the keys, in any order."""
     return "".join(rng.sample(keys, count))
 
 
-CHOICES = {"constant": 6, "cycle": 22, "draw2": 20, "draw3": 6, "draw4": 5, "first": 26, "draw_legal": 3, "best": 5}
-
-
 def _choose(rng: random.Random, kind: str, keys: str) -> str:
-    """An expression for the next key."""
+    """An expression for the next key; `kind` is one of CHOICES."""
     if kind == "constant":
         return f'"{rng.choice(keys)}"'
     if kind == "cycle":
@@ -1300,8 +1314,9 @@ def _choose(rng: random.Random, kind: str, keys: str) -> str:
         return f'"{_some_keys(rng, keys, count)}"[n % {count}]'
     if kind in ("draw2", "draw3", "draw4"):
         return f'random.choice("{_some_keys(rng, keys, int(kind[-1]))}")'
-    return {"first": f"moves[{rng.choice((0, 0, -1))}]", "draw_legal": "random.choice(moves)",
-            "best": "max(moves, key=score)"}[kind]  # fmt: skip
+    if kind == "first":
+        return rng.choice(("moves[0]", "moves[0]", "moves[-1]"))
+    return {"draw_legal": "random.choice(moves)", "search": "max(moves, key=score)"}[kind]
 
 
 def compose_strategy(rng: random.Random, keys: str) -> str:
@@ -1320,9 +1335,9 @@ def compose_strategy(rng: random.Random, keys: str) -> str:
         body = f"    n = {_weighted_sum(rng, rng.choice((1, 1, 2)))}\n{body}"
     if "flat" in body:
         body = f"    flat = sum(board, [])\n{body}"
-    if {"first", "draw_legal", "best"} & set(kinds):
+    if {"first", "draw_legal", "search"} & set(kinds):
         head = SLIDE.format(vertical=keys[:2], backwards=keys[1] + keys[3])
-        if "best" in kinds:
+        if "search" in kinds:
             noise = rng.choice(("", " + random.random()"))  # equal moves: the first of them, or any
             head += SCORE.format(total=_weighted_sum(rng, rng.choice((1, 2, 3))) + noise)
         body = f'{head}\n    moves = [k for k in "{_some_keys(rng, keys, 4)}" if move(k) != board]\n{body}'
@@ -1354,30 +1369,33 @@ def tiny_conversation(rng: random.Random, keys: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def train_tiny_tokenizer(conversations: Iterable[list[dict[str, str]]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over lines instead of words (prompts and programs come out three times shorter), with harmony's
-    special tokens.  Line breaks, numbers and each key of a string of keys stay apart: a choice is a token."""
+def train_tiny_tokenizer(conversations: list[list[dict[str, str]]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with harmony's special tokens.
+
+    It merges across words and lines, so that programs are some 30 tokens long.  Statements, numbers and each key of a
+    string of keys stay apart: what a program chooses is a token of its own.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     key = "[" + "".join(sorted(set("".join(LAYOUTS.values())))) + "]"
-    number = r"(?<=[ x(])\d+"
-    pieces = rf'\n *|{number}|{key}(?={key}*")|[^\n]+?(?=\n|{number}|{key}+"|$)'
+    number = r"(?<=[ x(])\d+(?=[ x),.;:])"
+    end = rf'\n {{0,4}}(?! )|{number}|{key}+"|$'  # a line break within a block of code is no end
+    pieces = rf'\n {{0,4}}(?! )|{number}|{key}(?={key}*")|[\s\S]+?(?={end})'
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(HARMONY), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False, max_token_length=32)
-    tokenizer.train_from_iterator((m["content"] for c in conversations for m in c), trainer)
-    fast = PreTrainedTokenizerFast(
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(HARMONY), initial_alphabet=alphabet,
+                                  max_token_length=256, show_progress=False)  # fmt: skip
+    programs = [answer["content"] for _, answer in conversations]
+    prompts = [prompt["content"] for prompt, _ in conversations[::8]]  # so that most merges are spent on programs
+    tokenizer.train_from_iterator(programs + prompts, trainer)
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|return|>", pad_token="<|endoftext|>",
-        padding_side="left", model_max_length=1024, clean_up_tokenization_spaces=False)
-    fast.chat_template = TINY_CHAT_TEMPLATE
-    return fast
+        padding_side="left", model_max_length=1024, chat_template=TINY_CHAT_TEMPLATE)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1395,49 +1413,41 @@ class TinyConfig:
     experts: int = 4
     experts_per_token: int = 2
     vocab: int = 1024
+    init: float = 0.06  # standard deviation of the first weights; gpt-oss's 0.02 is too small for this width
+    corpus: int = 3000  # conversations that the tokenizer is trained on
     steps: int = 200
-    batch: int = 64
-    parts: int = 4
-    init: float = 0.06
+    batch: int = 48  # answers in a step, all to one prompt, in two halves of like length
     lr: float = 3e-3
+
+
+TINY_MODEL = TinyConfig()
 
 
 def tiny_gpt_oss(config: TinyConfig, tokenizer: PreTrainedTokenizerFast) -> GptOssForCausalLM:
     """An untrained GptOssForCausalLM: the architecture of gpt-oss-20b, about 1 M parameters."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    return GptOssForCausalLM(
-        GptOssConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.hidden // config.heads,
-            num_local_experts=config.experts,
-            num_experts_per_tok=config.experts_per_token,
-            max_position_embeddings=1024,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            initializer_range=config.init,
-            router_aux_loss_coef=0.0,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    shape = GptOssConfig(
+        vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.hidden,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        head_dim=config.hidden // config.heads, num_local_experts=config.experts,
+        num_experts_per_tok=config.experts_per_token, max_position_embeddings=1024, initializer_range=config.init,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, router_aux_loss_coef=0.0,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    return GptOssForCausalLM(shape)
 
 
-def _answer_loss(model: GptOssForCausalLM, prompt: list[int], answers: list[list[int]], pad: int) -> torch.Tensor:
-    """Summed cross-entropy of answers to one prompt.  The prompt is computed once for all of them."""
+def _answer_loss(model: GptOssForCausalLM, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+    """Summed cross-entropy of B answers to one prompt, which is computed once for all of them."""
     import torch
 
     cache = model(input_ids=torch.tensor([prompt[:-1]]), use_cache=True).past_key_values  # (1, P - 1)
     cache.batch_repeat_interleave(len(answers))
     width = max(map(len, answers))
-    ids = torch.tensor([prompt[-1:] + answer + [pad] * (width - len(answer)) for answer in answers])  # (B, 1 + T)
-    logits = model(input_ids=ids[:, :-1], past_key_values=cache).logits  # (B, T, V)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=pad, reduction="sum")
+    ids = torch.tensor([prompt[-1:] + answer + [-100] * (width - len(answer)) for answer in answers])  # (B, 1 + T)
+    logits = model(input_ids=ids[:, :-1].clamp(min=0), past_key_values=cache).logits  # (B, T, V)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
 def train_tiny(
@@ -1451,10 +1461,11 @@ def train_tiny(
     import torch
 
     rng = random.Random(seed)
-    tokenizer = train_tiny_tokenizer([tiny_conversation(rng, keys) for _ in range(3000)], config.vocab)
+    tokenizer = train_tiny_tokenizer([tiny_conversation(rng, keys) for _ in range(config.corpus)], config.vocab)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny_gpt_oss(config, tokenizer).float()
+    model.set_experts_implementation("eager")  # the default, grouped_mm, adds up in any order
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.lr, total_steps=config.steps, pct_start=0.1, cycle_momentum=False
@@ -1463,29 +1474,30 @@ def train_tiny(
         batch = [tiny_conversation(rng, keys) for _ in range(config.batch)]
         text = tokenizer.apply_chat_template(batch[0][:1], tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text + FINAL_CHANNEL)["input_ids"]
-        answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([c[1]["content"] for c in batch])["input_ids"]]
-        answers.sort(key=len)
-        total, tokens = 0.0, sum(map(len, answers))
-        for i in range(0, config.batch, config.batch // config.parts):  # like lengths together: little padding
-            loss = _answer_loss(model, prompt, answers[i : i + config.batch // config.parts], tokenizer.pad_token_id) / tokens
+        answers = sorted(tokenizer([answer["content"] + "<|return|>" for _, answer in batch])["input_ids"], key=len)
+        tokens, mean = sum(map(len, answers)), 0.0
+        for half in (answers[: config.batch // 2], answers[config.batch // 2 :]):  # by length: little padding
+            loss = _answer_loss(model, prompt, half) / tokens
             loss.backward()
-            total += loss.item()
+            mean += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        progress(step, config.steps, total)
+        progress(step, config.steps, mean)
     model.generation_config.update(do_sample=True, eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def tiny_fingerprint(config: TinyConfig, seed: int, keys: str) -> str:
-    """Changes with the seed, the keys, the config and the text of everything that the weights depend on."""
-    makers = (compose_strategy, _choose, _weighted_sum, tiny_conversation, train_tiny_tokenizer, tiny_gpt_oss,
-              _answer_loss, train_tiny, build_prompt)  # fmt: skip
-    parts = [seed, keys, dataclasses.asdict(config), SLIDE, SCORE, TERMS, WEIGHTS, CHOICES, WORDINGS, TINY_CHAT_TEMPLATE]
-    text = json.dumps([*parts, *map(inspect.getsource, makers)])
+    """Changes with the seed, the keys, the config and the source of all that the weights depend on."""
+    makers: list[Callable[..., object]] = [
+        _weighted_sum, _some_keys, _choose, compose_strategy, tiny_conversation, train_tiny_tokenizer, tiny_gpt_oss,
+        _answer_loss, train_tiny]  # fmt: skip
+    parts = [seed, keys, dataclasses.asdict(config), SLIDE, SCORE, TERMS, WEIGHTS, CHOICES, HARMONY, TINY_CHAT_TEMPLATE]
+    prompts = [build_prompt(keys=keys, wording=wording) for wording in range(len(WORDINGS) - 1)]
+    text = json.dumps([*parts, *prompts, *map(inspect.getsource, makers)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -1498,7 +1510,7 @@ def warm_start(
     folder: Path | None = None,
     seed: int = 3407,
     keys: str = "bepo",
-    config: TinyConfig = TinyConfig(),
+    config: TinyConfig = TINY_MODEL,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Path:
     """The folder of the embedded model; trained first where it is not there yet.
@@ -1571,8 +1583,8 @@ class TrainConfig:
 
 
 TINY: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 70, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
-    "learning_rate": 1e-3, "loss_type": "dr_grpo", "lora_rank": 32, "lora_alpha": 64, "save_steps": 35,
+    "model": "tiny", "steps": 60, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
+    "learning_rate": 1.5e-3, "loss_type": "dr_grpo", "lora_rank": 32, "lora_alpha": 64, "save_steps": 20,
 }  # fmt: skip
 
 
@@ -1720,12 +1732,15 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     """LoRA on attention and experts; all other weights stay as they are."""
     from unsloth import FastLanguageModel
 
+    # Where experts are fused into one parameter (16-bit, and on a CPU), naming their projections adapts nothing.
+    fused = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if re.search(r"experts\.\w+_proj$", name)}
     return FastLanguageModel.get_peft_model(
         model,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        target_parameters=sorted(fused) or None,
         use_gradient_checkpointing="unsloth",
         random_state=config.seed,
     )
@@ -2224,8 +2239,10 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            config = tyro.cli(kinds[command], args=argv, default=default, prog=f"gpt_2048_rl.py {command}",
-                              config=(tyro.conf.PositionalRequiredArgs,))  # fmt: skip
+            config: TrainConfig | EvalConfig | PlayConfig = tyro.cli(
+                kinds[command], args=argv, default=default, prog=f"gpt_2048_rl.py {command}",
+                config=(tyro.conf.PositionalRequiredArgs,),
+            )  # fmt: skip
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -36,6 +36,7 @@ make_venv() {
     for base in "${candidates[@]}" ''; do
         if [[ -z $base ]] || fits "$base"; then break; fi
     done
+    [[ -n $base || -z ${PYTHON-} ]] || die "PYTHON=$PYTHON is not a Python 3.11 to 3.14"
     [[ -n $base || -n $uv ]] || die "no Python 3.11 to 3.14 found: install one, or uv, or set PYTHON=/path/to/python"
     [[ -n $uv ]] || "$base" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$base has no venv module: install python3-venv, or uv"
@@ -43,7 +44,7 @@ make_venv() {
     say "making $prefix"
     rm -rf "$prefix"
     if [[ -n $uv ]]; then  # it brings a Python where there is none, but takes pip from an index of its own
-        output=$(uv venv --quiet --no-project --seed --python "${base:-${PYTHON:-3.12}}" "$prefix" 2>&1) && return
+        output=$(uv venv --quiet --no-project --seed --python "${base:->=3.11,<3.15}" "$prefix" 2>&1) && return
         rm -rf "$prefix"
     fi
     if [[ -n $base ]]; then

@@ -15,13 +15,15 @@ def _slide_left(row: list[int]) -> tuple[list[int], int]:
     """One row after a move to the left, and the points that it gains."""
     tiles = [tile for tile in row if tile]
     slid: list[int] = []
-    gain = 0
-    while tiles:
-        tile = tiles.pop(0)
-        if tiles and tiles[0] == tile:
-            tile += tiles.pop(0)
-            gain += tile
-        slid.append(tile)
+    gain = i = 0
+    while i < len(tiles):
+        if i + 1 < len(tiles) and tiles[i] == tiles[i + 1]:
+            slid.append(2 * tiles[i])
+            gain += slid[-1]
+            i += 2
+        else:
+            slid.append(tiles[i])
+            i += 1
     return slid + [0] * (len(row) - len(slid)), gain
 
 

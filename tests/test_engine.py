@@ -8,10 +8,10 @@ import re
 import unicodedata
 
 import pytest
-from list_engine import ListBoard, slide
 
 import gpt_2048_rl as program
 from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard
+from tests.list_engine import ListBoard, slide
 
 CASES = [  # size, target, probability of fours, layout
     *((size, 2048, 0.10, layout) for size, layout in zip(range(2, 9), list(LAYOUTS) * 2, strict=False)),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import HONEST, alive, descendants, wait_until, without_seconds
 
 import gpt_2048_rl as program
+from tests.helpers import HONEST, alive, descendants, wait_until, without_seconds
 
 LEFT = 'def strategy(board):\n    return "a"\n'  # ends as stuck: what a strategy returns that has done its harm
 OS = "import random\nos = random._os\nsys = os.sys\n"  # every way to os is as good as this one
@@ -260,7 +260,7 @@ ANSWERS = {
     "pass": ("def strategy(board):\n    pass", "invalid_move"),
     **{f"returns {e[:40]}": (returns(e), "invalid_move") for e in (
         "None", "0", "True", "2.5", "b'a'", "['a']", "('a',)", "{'a'}", "''", "' '", "'x'", "'q'", "'left'", "'aa'",
-        "'a i'", "'a\\0'", "strategy", "board", "10 ** 5000", "'a' * 10 ** 7", "'\\ud800'", 
+        "'a i'", "'a\\0'", "strategy", "board", "10 ** 5000", "'a' * 10 ** 7", "'\\ud800'",
         "'\\N{CYRILLIC SMALL LETTER A}'",
         "object()", "iter('a')", "type", "Ellipsis", "float('nan')", "lambda: 'a'", "ValueError('a')")},
     **{f"returns {e!a}": (returns(e), "stuck") for e in (
@@ -351,6 +351,7 @@ SYNTAX = {
     "tabs and form feeds": ("def strategy(board):\n\t\f\n\treturn 'a'", "stuck"),
     "carriage returns": (LEFT.replace("\n", "\r\n"), "stuck"),
     "encoding cookie": (f"# -*- coding: utf-7 -*-\n{LEFT}", "stuck"),
+    "accents in names": ("def strategy(board):\n    clé = 'a'\n    return clé", "stuck"),
     "names in other scripts": ("def strategy(доска):\n    ключ = 'a'\n    return ключ", "stuck"),
     "future import that changes parsing": (f"from __future__ import barry_as_FLUFL\n{LEFT}", "stuck"),
     "invalid escape in a string": (returns(r"'\d' and 'a'"), "stuck"),

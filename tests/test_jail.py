@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-import helpers
 import pytest
-from helpers import FOR_EVER, HONEST, alive, descendants, run_python, wait_until, without_seconds
 
 import gpt_2048_rl as program
 from gpt_2048_rl import GameResult, Job, Pool, execute_strategies, seccomp_filter
+from tests import helpers
+from tests.helpers import FOR_EVER, HONEST, alive, descendants, run_python, wait_until, without_seconds
 
 MACHINE = os.uname().machine
 MAPPING = (0, 4096, 3, 0x22, 0, 0)  # readable and writable, private and anonymous
@@ -96,7 +96,7 @@ def test_filter_allows_only_anonymous_data_mappings(machine: str, protection: in
 # The jail, in real processes
 
 EXPECTED = set(program.SYSTEM_CALLS.get(MACHINE, {}).values())
-SWEEP = "import json, os, helpers; {prepare}; print(json.dumps([os.geteuid(), helpers.sweep()]))"
+SWEEP = "import json, os; from tests import helpers; {prepare}; print(json.dumps([os.geteuid(), helpers.sweep()]))"
 ORDINARY = "os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)"
 
 
@@ -191,7 +191,8 @@ print(json.dumps({n: resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n 
 
 
 PLAY = """
-import os, sys, helpers
+import os, sys
+from tests import helpers
 {prepare}
 import gpt_2048_rl as program
 with program.Pool(1, jailed={jailed}) as pool:
@@ -242,7 +243,7 @@ def test_pool_without_the_jail_works_where_there_is_no_seccomp() -> None:
 def test_a_refused_pool_leaves_no_process() -> None:
     """The workers that had started are ended."""
     prepare = f"helpers.install_filter_on_seccomp({errno.EPERM})"
-    code = "import os, helpers\nimport gpt_2048_rl as program\n" + textwrap.dedent(f"""
+    code = "import os\nimport gpt_2048_rl as program\nfrom tests import helpers\n" + textwrap.dedent(f"""
         {prepare}
         try:
             program.Pool(3)
@@ -331,7 +332,8 @@ def test_no_process_outlives_its_trainer(sign: signal.Signals, pool: str) -> Non
 def test_no_process_outlives_a_trainer_that_closes_nothing() -> None:
     """A pool that is not closed when the program ends: its workers find their input at its end."""
     code = """
-import helpers, os
+import os
+from tests import helpers
 import gpt_2048_rl as program
 pools = [program.Pool(1), program.shared_pool()]
 print(*helpers.descendants(os.getpid()))
@@ -858,6 +860,14 @@ def test_an_allowed_module_does_its_work(pool: Pool, module: str, where: str) ->
     if where == "future annotations":
         source = f"from __future__ import annotations\n{source}"
     (result,) = play(pool, source)
+    assert (result.outcome, result.detail) == ("stuck", "64 moves in a row changed nothing")
+
+
+@pytest.mark.parametrize("use", ["clé = 1", "x = '\\N{SNOWMAN}'", "x = re.compile('(?i)É').match('é').group()"])
+def test_what_python_itself_imports_is_there(pool: Pool, use: str) -> None:
+    """The compiler asks for unicodedata at a name with an accent; in the jail it cannot be read from disk any more, and
+    such a strategy counted as one that does not parse."""
+    (result,) = play(pool, f"import re\ndef strategy(board):\n    {use}\n    return 'a'")
     assert (result.outcome, result.detail) == ("stuck", "64 moves in a row changed nothing")
 
 

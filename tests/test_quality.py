@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, run_python
+
+from tests.helpers import ROOT, run_python
 
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
 

@@ -112,7 +112,8 @@ def test_people_get_a_line_per_step_on_stderr(trained: Run) -> None:
 
 
 def test_a_group_shares_its_boards_and_a_new_step_brings_new_ones(trained: Run) -> None:
-    boards = [{tuple(game["seed"] for game in row["results"]) for row in step["completions"]} for step in trained.rollouts]
+    groups = [step["completions"] for step in trained.rollouts]
+    boards = [{tuple(game["seed"] for game in row["results"]) for row in group} for group in groups]
     assert [len(step["completions"]) for step in trained.rollouts] == [GENERATIONS] * STEPS
     assert all(len(step) == 1 for step in boards)
     assert boards[0].isdisjoint(boards[1])
