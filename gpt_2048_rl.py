@@ -62,6 +62,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.progress import Progress
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -708,8 +709,16 @@ class _Over(Exception):
 
 def printable(text: str) -> str:
     """Text from a player or a model, bounded and without control characters."""
-    text = text[: LIMITS.detail_chars]
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[: LIMITS.detail_chars]
+    return "".join(map(_visible, text[: LIMITS.detail_chars]))[: LIMITS.detail_chars]
+
+
+def printable_source(source: str) -> str:
+    """A program as a terminal may show it: line breaks stay, other control characters become visible."""
+    return "\n".join("".join(map(_visible, line)) for line in source.split("\n"))
+
+
+def _visible(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 class _PlayerProcess:
@@ -860,6 +869,8 @@ class Referee:
                 _zygote(theirs, self._jailed, parent)
             except JailError as error:
                 theirs.send(str(error).encode())
+            except Exception as error:
+                theirs.send(_describe(error))
             finally:
                 os._exit(0)
         theirs.close()
@@ -1022,6 +1033,8 @@ def worker_main(core: int, jailed: bool) -> None:
     except JailError as error:
         refusal = str(error)
     print(json.dumps({"refusal": refusal}), flush=True)
+    if refusal:
+        return
     for line in sys.stdin:
         job = json.loads(line)
         verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
@@ -1506,6 +1519,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_2048_rl"
 
 
+def tiny_folder(seed: int = 3407, keys: str = "bepo", config: TinyConfig = TINY_MODEL) -> Path:
+    """Where the embedded model of these arguments is cached."""
+    return cache_folder() / f"tiny-{tiny_fingerprint(config, seed, keys)}"
+
+
 def warm_start(
     folder: Path | None = None,
     seed: int = 3407,
@@ -1518,8 +1536,7 @@ def warm_start(
     `folder` None is the user's cache.  The folder appears whole or not at all: it is written beside its place and
     renamed.  `progress` gets (step, steps, loss) after each step.
     """
-    if folder is None:
-        folder = cache_folder() / f"tiny-{tiny_fingerprint(config, seed, keys)}"
+    folder = folder or tiny_folder(seed, keys, config)
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1647,9 +1664,9 @@ def prepare_environment(offline: bool) -> None:
 
 
 def gpu_is_there() -> bool:
-    """Whether the driver shows a CUDA GPU; asked without torch, so that --help stays quick."""
+    """Whether there is a device node of a CUDA GPU; asked without torch, so that --help stays quick."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
-    return visible and any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg"))
+    return visible and any(any(Path("/dev").glob(node)) for node in ("nvidia[0-9]*", "nvhost-gpu", "dxg"))
 
 
 def resolve_model(name: str) -> str:
@@ -1664,6 +1681,20 @@ def answer_at_once(tokenizer: Any) -> None:
         tokenizer.chat_template = template + "{%- if add_generation_prompt -%}" + opening + "{%- endif -%}"
 
 
+def adapter_base(name: str) -> Path | None:
+    """The model that an adapter's folder belongs to; None where the folder holds no adapter."""
+    file = Path(name) / "adapter_config.json"
+    try:
+        return Path(json.loads(file.read_text())["base_model_name_or_path"]) if file.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{file} is damaged: take another checkpoint") from None
+
+
+def tiny_keys(folder: Path | None) -> str | None:
+    """The keyboard layout of the embedded model that is cached in a folder; None for any other folder."""
+    return next((keys for keys in LAYOUTS if tiny_folder(keys=keys) == folder), None)
+
+
 def check_model(name: str) -> None:
     """Raise UsageError for a model that cannot be had, before anything expensive starts."""
     folder = Path(name)
@@ -1672,6 +1703,9 @@ def check_model(name: str) -> None:
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise UsageError(f"{name} holds no model: neither config.json nor adapter_config.json is in it")
+        base = adapter_base(name)
+        if base and base.is_absolute() and not base.exists() and not tiny_keys(base):
+            raise UsageError(f"{name} is an adapter to {base}, which is not there any more")
         return
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
@@ -1700,8 +1734,9 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str],
 
     if local:
         disable_progress_bar()  # it is for downloads
-    if name == "tiny":
-        name = str(warm_start(keys=config.keys, progress=every_tenth(say)))
+    if keys := config.keys if name == "tiny" else tiny_keys(adapter_base(name)):
+        base = warm_start(keys=keys, progress=every_tenth(say))  # an adapter's may have left the cache
+        name = str(base) if name == "tiny" else name
     try:
         model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
             model_name=name,
@@ -1984,23 +2019,14 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log
     )
 
 
-def step_reporter(log: RolloutLog, console: Console, steps: int) -> Any:
-    """A trainer callback: a progress bar on a terminal, and a readable line per step everywhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+def step_reporter(log: RolloutLog, progress: Progress, steps: int) -> Any:
+    """A trainer callback that prints a readable line per step and moves the progress bar."""
     from transformers import TrainerCallback
 
-    progress = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
-                        disable=not console.is_terminal)  # fmt: skip
     task = progress.add_task("training", total=steps)
 
     class StepReporter(TrainerCallback):  # type: ignore[misc]
         started = 0.0
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            progress.start()
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            progress.stop()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.started = time.perf_counter()
@@ -2009,7 +2035,7 @@ def step_reporter(log: RolloutLog, console: Console, steps: int) -> Any:
             step = log.summary
             if step is None or "loss" not in logs:
                 return
-            console.print(
+            progress.console.print(
                 f"step {state.global_step:{len(str(steps))}d}/{steps}  reward {step.reward:5.2f} ±{step.spread:5.2f}  "
                 f"won {step.won:4.0%}  loads {step.works:4.0%}  distinct {step.distinct:4.0%}  "
                 f"{logs.get('completions/mean_length', 0):3.0f} tokens  {time.perf_counter() - self.started:4.1f} s",
@@ -2044,43 +2070,55 @@ def make_run_folder(config: TrainConfig) -> Path:
     return run
 
 
-def train(config: TrainConfig, console: Console) -> dict[str, Any]:
-    """Train, evaluate before and after, save.  Returns what --json prints."""
-    started = time.monotonic()
-    check_model(config.model)
-    run = make_run_folder(config)
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    model, tokenizer = load_model(config.model, config, say)
-    model = add_adapters(model, config)
-    say(f"playing {config.games} held-out boards with the untrained model")
-    before = evaluate_model(model, tokenizer, config)
+def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> RolloutLog:
+    """All training steps; the adapter is left in the run's folder."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from transformers import PrinterCallback
 
     log = RolloutLog(run / "rollouts.jsonl")
     trainer = make_trainer(model, tokenizer, config, run, log)
     trainer.remove_callback(PrinterCallback)  # the raw dictionaries
-    trainer.add_callback(step_reporter(log, console, config.steps))
-    trainer.train()
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        trainer.add_callback(step_reporter(log, progress, config.steps))
+        trainer.train()
     model.save_pretrained(run / "adapter")
     tokenizer.save_pretrained(run / "adapter")
+    return log
+
+
+def train(config: TrainConfig, console: Console) -> dict[str, Any]:
+    """Train, evaluate before and after, save.  Returns what --json prints."""
+    started = time.monotonic()
+    check_model(config.model)
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    run = make_run_folder(config)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    model, tokenizer = load_model(config.model, config, say)
+    model = add_adapters(model, config)
+    say(f"playing {config.games} held-out boards with the untrained model")
+    before = evaluate_model(model, tokenizer, config)
+    log = learn(model, tokenizer, config, run, console)
     say(f"playing {config.games} held-out boards with the trained model and the controls")
-    result = {
+    result: dict[str, Any] = {
         "before": dataclasses.asdict(before),
         "after": dataclasses.asdict(evaluate_model(model, tokenizer, config)),
         "controls": evaluate_controls(config),
-        "steps": trainer.state.global_step,
-        "seconds": round(time.monotonic() - started, 1),
+        "best": None,
+        "steps": config.steps,
         "run": str(run),
         "jailed": pool.jailed,
-        "best": None,
     }
-    if source := best_program(log, config):
+    source = best_program(log, config)
+    if source is not None:
         (run / "best_strategy.py").write_text(source + "\n", encoding="utf-8")
         result["best"] = dataclasses.asdict(evaluate_strategy(source, config))
     result["seconds"] = round(time.monotonic() - started, 1)
     (run / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     show_result(console, result, config.target)
+    if source is not None:
+        say(f"the best program ({run / 'best_strategy.py'}):\n")
+        console.print(printable_source(source), highlight=False, markup=False, soft_wrap=True)
     return result
 
 

@@ -30,7 +30,7 @@ fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3,
 has_pip() { "$python" -m pip --version &>/dev/null; }
 
 make_venv() {
-    local uv base output candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    local uv base output free need=3 candidates=(python3 python3.14 python3.13 python3.12 python3.11)
     uv=$(command -v uv || true)
     [[ -z ${PYTHON-} ]] || candidates=("$PYTHON")
     for base in "${candidates[@]}" ''; do
@@ -43,6 +43,9 @@ make_venv() {
 
     say "making $prefix"
     rm -rf "$prefix"
+    [[ $device == cpu ]] || need=10
+    free=$(df -Pk "$project" | awk 'NR == 2 { print $4 }')
+    [[ ${free:-0} -gt $((need * 1000000)) ]] || die "the disk is nearly full: $project/.venv needs $need GB"
     if [[ -n $uv ]]; then  # it brings a Python where there is none, but takes pip from an index of its own
         output=$(uv venv --quiet --no-project --seed --python "${base:->=3.11,<3.15}" "$prefix" 2>&1) && return
         rm -rf "$prefix"

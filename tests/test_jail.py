@@ -204,7 +204,8 @@ with program.Pool(1, jailed={jailed}) as pool:
 def test_worker_works_as_an_ordinary_user() -> None:
     """Nothing of it needs root: referee, zygote and player of uid 12345, as the trainer would start them."""
     job = Job('def strategy(board): return "a"', (1, 2))
-    code = f"import os\nimport gpt_2048_rl as program\n{ORDINARY}\nprogram.worker_main(0, True)"
+    before = "import os, unicodedata\nimport gpt_2048_rl as program"  # root's own interpreter may be closed to others
+    code = f"{before}\n{ORDINARY}\nprogram.worker_main(0, True)"
     done = run_python(code, input=json.dumps(dataclasses.asdict(job)) + "\n")
     start, verdict = map(json.loads, done.stdout.splitlines())
     assert start == {"refusal": ""}
@@ -238,6 +239,19 @@ def test_pool_without_the_jail_works_where_there_is_no_seccomp() -> None:
     """What --unsafe-no-jail asks for."""
     done = run_python(PLAY.format(prepare=f"helpers.install_filter_on_seccomp({errno.EPERM})", jailed=False))
     assert done.stdout.strip() == "['stuck', 'stuck']", done.stderr
+
+
+def test_a_zygote_that_cannot_start_says_why() -> None:
+    """Its reason reaches the trainer as the one line of the JailError; it used to be lost."""
+    code = """
+import gpt_2048_rl as program
+program.ALLOWED_MODULES = ("no_such_module",)
+try:
+    program.Referee()
+except program.JailError as error:
+    print(error)
+"""
+    assert run_python(code).stdout == "ModuleNotFoundError: No module named 'no_such_module'\n"
 
 
 def test_a_refused_pool_leaves_no_process() -> None:
