@@ -1588,6 +1588,7 @@ class TrainConfig:
     max_new_tokens: int = 200  # tokens of a completion
     load_in_4bit: bool = True  # on a GPU
     save_steps: int = 100  # steps between checkpoints
+    patience: int = 20  # steps in a row with nothing to learn (no valid code, or no spread) that end the run
     seed: int = 3407  # of weights, sampling and training boards
     size: int = 6  # cells along each side of the board
     target: int = 2048  # the tile that wins
@@ -1905,7 +1906,9 @@ class StepSummary:
     distinct: float  # share of completions that equal no earlier one
     reward: float  # mean of strategy_succeeds
     spread: float  # its standard deviation; without any there is nothing to learn
+    identical: bool  # whether all completions are the same text
     largest_tile: float  # median over the games
+    timeouts: float  # share of games that the clock ended
     scoring_seconds: float
 
 
@@ -1942,7 +1945,9 @@ class RolloutLog:
             distinct=len({completion_text(c) for c in completions}) / len(completions),
             reward=statistics.fmean(rewards),
             spread=statistics.pstdev(rewards),
+            identical=len({completion_text(c) for c in completions}) == 1,
             largest_tile=statistics.median(result.max_tile for result in results),
+            timeouts=statistics.fmean(result.outcome == "timeout" for result in results),
             scoring_seconds=seconds,
         )
         for name, value in dataclasses.asdict(self.summary).items():
@@ -2019,8 +2024,60 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log
     )
 
 
-def step_reporter(log: RolloutLog, progress: Progress, steps: int) -> Any:
-    """A trainer callback that prints a readable line per step and moves the progress bar."""
+class Watcher:
+    """Says in plain words when training goes wrong, and what to do; and when it has collapsed for good.
+
+    A step is lost when nothing can be learned from it: no valid code, or no group whose rewards differ.  A task that is
+    solved looks the same to the optimizer, but is no collapse.
+    """
+
+    REPEAT = 10  # steps until a trouble that goes on is named again
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._trouble, self._lasted = "", 0
+        self._first_entropies: list[float] = []
+        self.lost_steps = 0  # in a row, without anything to learn
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether there was nothing to learn for as many steps in a row as `patience` allows."""
+        return self.lost_steps >= self._patience
+
+    def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
+        """What to say after a step, or "".  `logs` are TRL's metrics of the step."""
+        no_spread = logs.get("frac_reward_zero_std", 0.0) >= 1.0
+        nothing_to_learn = step.works == 0 or (no_spread and step.won < 1)
+        self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
+        trouble = self._name(step, logs, no_spread)
+        self._lasted = self._lasted + 1 if trouble == self._trouble else 0
+        self._trouble = trouble
+        return trouble if self._lasted % self.REPEAT == 0 else ""
+
+    def _name(self, step: StepSummary, logs: Mapping[str, float], no_spread: bool) -> str:
+        entropy = logs.get("entropy", 0.0)
+        if len(self._first_entropies) < 5:
+            self._first_entropies.append(entropy)
+        usual = statistics.fmean(self._first_entropies)
+        if logs.get("completions/clipped_ratio", 0.0) >= 0.8:
+            return "nearly all completions are cut off at the length limit: raise --max-new-tokens"
+        if step.works <= 0.1:
+            return "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint"
+        if no_spread and step.won == 1:
+            return "every game is won, there is nothing left to learn from: raise --target"
+        if no_spread and step.identical:
+            return "collapsed, all completions are equal: lower --learning-rate, or raise --entropy-coef a little"
+        if no_spread:
+            return "all rewards of a group are equal, so there is no gradient: raise --generations or --boards"
+        if step.timeouts > 0.5:
+            return "the clock ends most games: the programs are too slow for --timeout"
+        if entropy > 3 * usual + 0.5:
+            return "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate"
+        return ""
+
+
+def step_reporter(log: RolloutLog, watcher: Watcher, progress: Progress, steps: int) -> Any:
+    """A trainer callback that prints a readable line per step, and the watcher's word; it stops a collapsed run."""
     from transformers import TrainerCallback
 
     task = progress.add_task("training", total=steps)
@@ -2043,6 +2100,10 @@ def step_reporter(log: RolloutLog, progress: Progress, steps: int) -> Any:
                 soft_wrap=True,
             )
             progress.update(task, completed=state.global_step)
+            if word := watcher.look(step, logs):
+                progress.console.print(f"  watch out: {word}", style="bold yellow", highlight=False, soft_wrap=True)
+            if watcher.collapsed:
+                control.should_save = control.should_training_stop = True
 
     return StepReporter()
 
@@ -2070,21 +2131,23 @@ def make_run_folder(config: TrainConfig) -> Path:
     return run
 
 
-def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> RolloutLog:
-    """All training steps; the adapter is left in the run's folder."""
+def learn(
+    model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console
+) -> tuple[RolloutLog, Watcher, int]:
+    """All training steps, or those until a collapse; the adapter is left in the run's folder.  Also the last step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from transformers import PrinterCallback
 
-    log = RolloutLog(run / "rollouts.jsonl")
+    log, watcher = RolloutLog(run / "rollouts.jsonl"), Watcher(config.patience)
     trainer = make_trainer(model, tokenizer, config, run, log)
     trainer.remove_callback(PrinterCallback)  # the raw dictionaries
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        trainer.add_callback(step_reporter(log, progress, config.steps))
+        trainer.add_callback(step_reporter(log, watcher, progress, config.steps))
         trainer.train()
     model.save_pretrained(run / "adapter")
     tokenizer.save_pretrained(run / "adapter")
-    return log
+    return log, watcher, trainer.state.global_step
 
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
@@ -2098,14 +2161,17 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     model = add_adapters(model, config)
     say(f"playing {config.games} held-out boards with the untrained model")
     before = evaluate_model(model, tokenizer, config)
-    log = learn(model, tokenizer, config, run, console)
+    log, watcher, steps = learn(model, tokenizer, config, run, console)
+    if watcher.collapsed:
+        say(f"stopped at step {steps}: nothing to learn for {watcher.lost_steps} steps in a row (--patience)")
     say(f"playing {config.games} held-out boards with the trained model and the controls")
     result: dict[str, Any] = {
         "before": dataclasses.asdict(before),
         "after": dataclasses.asdict(evaluate_model(model, tokenizer, config)),
         "controls": evaluate_controls(config),
         "best": None,
-        "steps": config.steps,
+        "steps": steps,
+        "collapsed": watcher.collapsed,
         "run": str(run),
         "jailed": pool.jailed,
     }
@@ -2234,8 +2300,8 @@ _RANGES = {
     "steps": (1, 10**7), "generations": (2, 1024), "batch_size": (1, 1024), "accumulation": (1, 1024),
     "boards": (1, 64), "learning_rate": (0.0, 1.0), "warmup_ratio": (0.0, 0.999), "weight_decay": (0.0, 1.0),
     "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
-    "max_seq_length": (32, 1 << 20), "max_new_tokens": (1, 1 << 20), "save_steps": (1, 10**7), "seed": (0, 2**32 - 1),
-    "games": (1, 10**4), "timeout": (0.01, 3600.0), "delay": (0.0, 60.0),
+    "max_seq_length": (32, 1 << 20), "max_new_tokens": (1, 1 << 20), "save_steps": (1, 10**7), "patience": (1, 10**7),
+    "seed": (0, 2**32 - 1), "games": (1, 10**4), "timeout": (0.01, 3600.0), "delay": (0.0, 60.0),
 }  # fmt: skip
 
 
@@ -2294,7 +2360,8 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.  Returns the exit code: 0, 2 for what the user can mend (one line says what), 130 for Ctrl-C."""
+    """Run a command.  Returns the exit code: 0; 2 for what the user can mend (one line says what); 3 where training
+    collapsed; 130 for Ctrl-C."""
     real_stdout = sys.stdout
     try:
         config = parse_arguments(list(sys.argv[1:] if argv is None else argv))
@@ -2311,13 +2378,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     result = play(config, console)
         if config.json:
             print(json.dumps(result), file=real_stdout)
-    except (UsageError, JailError) as error:
+    except JailError as error:
+        print(f"error: model-written code cannot be jailed here ({error}); --unsafe-no-jail runs it all the same",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    except UsageError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    return 0
+    return 3 if result.get("collapsed") else 0
 
 
 if __name__ == "__main__":

@@ -72,11 +72,12 @@ for info in site.glob("*.dist-info"):
 END
 }
 
-group() {  # group NAME... -> the requirements in these dependency groups, one a line
+groups() {  # groups NAME... -> each dependency group's requirements in a line
     "$python" - "$project/pyproject.toml" "$@" 2>/dev/null <<'END' || die "pyproject.toml: cannot read the groups $*"
 import sys, tomllib
 groups = tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]
-print(*(requirement for name in sys.argv[2:] for requirement in groups[name]), sep="\n")
+for name in sys.argv[2:]:
+    print(*groups[name])
 END
 }
 
@@ -91,15 +92,15 @@ failed() {  # failed WHAT: one line with the likeliest reason in pip's log
     elif grep -q 'connection broken by' "$log"; then
         reason="no package index answers, check the network and pip's settings"
     else
-        reason=$(grep '^ERROR' "$log" | tail -n 1)
+        reason=$(grep '^ERROR' "$log" | tail -n 1 || true)
     fi
     die "cannot install $1: ${reason:-pip failed} (log: $log)"
 }
 
 install() {
-    local torch stack unsloth release installed
-    torch=$(group "torch-$device"); stack=$(group stack dev); unsloth=$(group no-deps)
-    mapfile -t stack <<<"$stack"; mapfile -t unsloth <<<"$unsloth"
+    local pins torch stack dev unsloth release installed
+    pins=$(groups "torch-$device" stack dev no-deps)
+    { read -r torch; read -ra stack; read -ra dev; read -ra unsloth; } <<<"$pins"
     if [[ $device == cuda ]]; then  # Triton compiles its launchers on the spot
         command -v "${CC:-gcc}" clang >/dev/null || die "no C compiler, which Triton needs: install gcc"
         [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')/Python.h ]] ||
@@ -116,11 +117,11 @@ install() {
         pip_install --no-deps "$torch" || { [[ $device == cpu ]] &&
             pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed torch
     fi
-    say "installing the libraries and the tools for development"
-    pip_install "$torch" "${stack[@]}" || failed "the libraries"  # torch is named again, lest another replaces it
+    say "installing the libraries and the tools for development"  # torch is named again, lest one brings another build
+    pip_install "$torch" "${stack[@]}" "${dev[@]}" || failed "the libraries"
     say "installing unsloth"
     pip_install --no-deps "${unsloth[@]}" || failed unsloth
-    [[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    [[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
         say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
 }
 
@@ -159,10 +160,10 @@ fi
 stamp=$prefix/gpt-2048-rl.stamp
 log=$prefix/gpt-2048-rl.log
 
-if ! stamped "$(wanted)"; then
-    # A second set-up waits for the first, or for the pip that a killed one left running; without flock it does not.
+if ! stamped "$(wanted)" && command -v flock >/dev/null; then
+    # A second set-up waits for the first, or for the pip that a killed one left running.
     exec 9<"$lock"
-    flock -n 9 2>/dev/null || { say "waiting for another set-up to end"; flock 9 || true; }
+    flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
 fi
 if ! stamped "$(wanted)"; then
     if [[ -z $here ]]; then
@@ -172,8 +173,9 @@ if ! stamped "$(wanted)"; then
     fi
     if stamped "* unfinished"; then repair; fi
     echo "$(identity) unfinished" >"$stamp"
+    target=$(wanted)  # before the pins are read, which may be edited meanwhile
     install
-    wanted >"$stamp"
+    echo "$target" >"$stamp"
 fi
 
 [[ $# -gt 0 ]] || exit 0
