@@ -1468,11 +1468,12 @@ def train_tiny(
 ) -> None:
     """Train tokenizer and model from nothing and save both as a Hugging Face folder.
 
-    The number of steps is fixed and the corpus never repeats, so the weights follow from the arguments and the number
-    of threads alone.
+    The number of steps is fixed, the corpus never repeats and one thread adds up, so the weights follow from the
+    arguments alone.
     """
     import torch
 
+    torch.set_num_threads(1)  # the model is so small that a second one costs more than it brings
     rng = random.Random(seed)
     tokenizer = train_tiny_tokenizer([tiny_conversation(rng, keys) for _ in range(config.corpus)], config.vocab)
     with torch.random.fork_rng(devices=[]):
@@ -1736,6 +1737,7 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str],
     if local:
         disable_progress_bar()  # it is for downloads
     if keys := config.keys if name == "tiny" else tiny_keys(adapter_base(name)):
+        torch.set_num_threads(1)  # as in its warm start
         base = warm_start(keys=keys, progress=every_tenth(say))  # an adapter's may have left the cache
         name = str(base) if name == "tiny" else name
     try:
@@ -2164,10 +2166,12 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     log, watcher, steps = learn(model, tokenizer, config, run, console)
     if watcher.collapsed:
         say(f"stopped at step {steps}: nothing to learn for {watcher.lost_steps} steps in a row (--patience)")
-    say(f"playing {config.games} held-out boards with the trained model and the controls")
+    say(f"playing {config.games} held-out boards with the trained model")
+    after = evaluate_model(model, tokenizer, config)
+    say("playing them with both controls")
     result: dict[str, Any] = {
         "before": dataclasses.asdict(before),
-        "after": dataclasses.asdict(evaluate_model(model, tokenizer, config)),
+        "after": dataclasses.asdict(after),
         "controls": evaluate_controls(config),
         "best": None,
         "steps": steps,
@@ -2175,6 +2179,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         "run": str(run),
         "jailed": pool.jailed,
     }
+    say("choosing the best program of the run, and playing them with it")
     source = best_program(log, config)
     if source is not None:
         (run / "best_strategy.py").write_text(source + "\n", encoding="utf-8")
