@@ -61,7 +61,7 @@ TAMPERING = {
     "empties the board": (always("del board[:]"), "stuck"),
     "puts the board into itself": (always("board.append(board); board[0][0] = board"), "stuck"),
     "keeps every board": (always("kept.append(board)", before="kept = []"), "stuck"),
-    "walks the frames": (FRAMES.format(what="scope.update(message=b'', score=10 ** 9, games=[])"), "stuck"),
+    "walks the frames": (FRAMES.format(what="scope.update(dict(message=b'', score=10 ** 9, games=[]))"), "stuck"),
     "patches the game in its callers' globals": (
         FRAMES.format(what="GB = scope.get('GameBoard'); GB and setattr(GB, 'state', lambda self: 'success')"),
         "stuck",

@@ -565,9 +565,14 @@ def strategy(board):
 @pytest.mark.parametrize("source", GAMES.values(), ids=GAMES.keys())
 def test_games_in_lockstep_equal_games_played_alone(pool: Pool, source: str) -> None:
     """Nothing that a strategy does in one game is seen in another, up to the text of its errors."""
+
+    def comparable(results: list[GameResult]) -> list[GameResult]:
+        # Python 3.12 adds where the stack ended: "while calling a Python object"
+        return [dataclasses.replace(r, detail=r.detail.partition(" while ")[0]) for r in without_seconds(results)]
+
     seeds = (0, 1, 2, 3, 10, 11)
     alone = [play(pool, source, seed)[0] for seed in seeds]
-    assert without_seconds(play(pool, source, *seeds)) == without_seconds(alone)
+    assert comparable(play(pool, source, *seeds)) == comparable(alone)
 
 
 def test_a_game_that_hangs_does_not_change_the_others(pool: Pool) -> None:
@@ -829,13 +834,13 @@ assert bisect.bisect_left(a, 2) == 1""",
     "enum": """
 class M(enum.Enum):
     UP = 'é'
-    DOWN = enum.auto()
+    DOWN = 'u'
 assert M('é') is M.UP
 assert M['UP'].value == 'é'
 assert len(M) == 2
 class F(enum.IntFlag):
-    A = 1
-    B = 2
+    A = enum.auto()
+    B = enum.auto()
 assert F.A | F.B == 3""",
     "abc": """
 class A(abc.ABC):
