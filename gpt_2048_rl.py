@@ -23,6 +23,7 @@ import ast
 import atexit
 import builtins
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import errno
@@ -37,6 +38,7 @@ import queue
 import random
 import re
 import resource
+import secrets
 import shutil
 import signal
 import socket
@@ -247,7 +249,7 @@ def check_game(size: int, target: int, probability_fours: float = 0.10) -> None:
         raise ValueError(f"size must be a whole number from 2 to 16, not {size!r}")
     if type(target) is not int or not 2 <= target <= 1 << 64 or target & (target - 1):
         raise ValueError(f"target must be a power of two from 2 to 2**64, not {target!r}")
-    if not 0.0 <= probability_fours <= 1.0:
+    if not isinstance(probability_fours, (int, float)) or not 0.0 <= probability_fours <= 1.0:
         raise ValueError(f"probability_fours must lie in [0, 1], not {probability_fours!r}")
 
 
@@ -316,15 +318,24 @@ _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDe
 
 
 def _program(code: str) -> str | None:
-    """Of code that defines `strategy`: the definitions and imports, and the assignments above it; else None."""
+    """Of code that defines `strategy`: what it may need, and no example of its use; else None."""
     tree = parse(code)
     defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "strategy"] if tree else []
     if tree is None or not defined:
         return None
     lines, kept = code.split("\n"), set[int]()
+    inner = [n for definition in tree.body if isinstance(definition, _DEFINITIONS) for n in ast.walk(definition)]
+    reads = {n.id for n in inner if isinstance(n, ast.Name)} - {n.arg for n in inner if isinstance(n, ast.arg)}
     for node in tree.body:
-        above = node.lineno < defined[-1].lineno and not isinstance(node, ast.Expr)
-        if above or isinstance(node, _DEFINITIONS):
+        nodes = list(ast.walk(node))
+        calls = any(isinstance(n, ast.Call) for n in nodes)
+        if node.lineno < defined[-1].lineno:
+            prints = any(isinstance(n, ast.Name) and n.id == "print" for n in nodes)
+            needed = not isinstance(node, ast.Expr) or (calls and not prints)
+        else:
+            constant = isinstance(node, (ast.Assign, ast.AnnAssign)) and not calls
+            needed = isinstance(node, _DEFINITIONS) or (constant and any(getattr(n, "id", "") in reads for n in nodes))
+        if needed:
             decorators = getattr(node, "decorator_list", [])
             kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
     return "\n".join(lines[i - 1] for i in sorted(kept))
@@ -355,6 +366,10 @@ def _unfenced_program(lines: list[str]) -> str | None:
     return _program("\n".join(code))
 
 
+_FENCE_OPENS = re.compile(r"(.*?)`{3,}[ \t]*[\w+-]*[ \t]*$")  # prose may stand before it: Sure! ```python
+_FENCES = 16  # the last so many are looked at
+
+
 def extract_function(text: str) -> str | None:
     """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.
 
@@ -364,24 +379,23 @@ def extract_function(text: str) -> str | None:
     answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None:
         return None
-    block: list[str] | None = None
-    blocks: list[list[str]] = []
+    lines = answer.split("\n")
+    opens = [i for i, line in enumerate(lines) if _FENCE_OPENS.match(line)][-_FENCES:]
+    closes = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")][-_FENCES:]
+    for end in reversed(closes):
+        for start in reversed([i for i in opens if i < end]):  # the nearest is not the one if code contains a fence
+            if program := _program(textwrap.dedent("\n".join(lines[start + 1 : end]))):
+                return program
     outside: list[str] = []
-    for line in answer.split("\n"):
-        if line.lstrip().startswith("```"):
-            if block is not None and line.strip() == "```":
-                blocks.append(block)
-                block = None
-            else:
-                block = []  # an opening fence; one inside a block means that the earlier was never closed
-        elif block is not None:
-            block.append(line)
-        else:
+    inside = False
+    for line in lines:
+        opening = _FENCE_OPENS.match(line)
+        if not inside and opening:
+            outside.append(opening[1])
+        elif not inside and not line.lstrip().startswith("```"):
             outside.append(line)
-    for lines in reversed(blocks):
-        if program := _program(textwrap.dedent("\n".join(lines))):
-            return program
-    return None if block is not None else _unfenced_program(outside)
+        inside ^= bool(opening) or (inside and line.lstrip().startswith("```"))
+    return _unfenced_program(outside)
 
 
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
@@ -395,7 +409,9 @@ def find_cheating(source: str) -> str:
     tree = parse(source)
     nodes = list(ast.walk(tree)) if tree else []  # iterative: long code cannot exhaust the stack
     own = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    own |= {n.arg for n in nodes if isinstance(n, ast.arg)} | {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    own |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
     for node in nodes:
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -405,9 +421,12 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if name in _INTERPRETER_NAMES and isinstance(node, ast.Name) and name not in own:
-            return f"uses {name}"
+        if isinstance(node, ast.Name) and node.id not in own:
+            if node.id in _INTERPRETER_NAMES:
+                return f"uses {node.id}"
+            name = node.id
+        else:
+            name = node.attr if isinstance(node, ast.Attribute) else ""
         if re.fullmatch(r"__\w+__", name) and name not in ("__init__", "__name__"):
             return f"reaches for {name}"
     return ""
@@ -429,7 +448,7 @@ class Limits:
     memory_bytes: int = 256 << 20  # address space of the player
     source_bytes: int = 64 << 10
     idle_moves: int = 64  # consecutive moves that change nothing end a game as "stuck"
-    lockstep: int = 16  # games that one player plays at the same time
+    lockstep: int = 4  # games that one player plays at the same time; together they may use the CPU of one
     detail_chars: int = 200
 
 
@@ -439,7 +458,10 @@ OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_
 
 @dataclass(frozen=True)
 class GameResult:
-    """How one strategy fared on one board.  `seconds` is CPU time of the player; `detail` bounded and printable."""
+    """How one strategy fared on one board.  `detail` is bounded and printable.
+
+    `seconds` is CPU time of the player; of games in lockstep each has its share, by its number of moves.
+    """
 
     seed: int
     outcome: str  # one of OUTCOMES
@@ -611,11 +633,12 @@ def _load(source: str, random_seeds: Sequence[int]) -> tuple[bytes, list[Callabl
             module = sys.modules["strategy"] = ModuleType("strategy")  # where dataclasses looks up string annotations
             namespace = vars(module)
             namespace["__builtins__"] = own_builtins
-            exec(code, namespace)
+            context = contextvars.Context()  # decimal keeps its precision in it
+            context.run(exec, code, namespace)
             strategy = namespace.get("strategy")
             if not callable(strategy):
                 return b"none" + b"no function strategy(board)", []
-            strategies.append(strategy)
+            strategies.append(partial(context.run, strategy))
     except BaseException as error:
         return b"fail" + _describe(error), []
     return b"load", strategies
@@ -660,6 +683,7 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
     if jail:
         jail.enter(parent)
     os.write(channel, b"jailed")  # the last word that is trusted
+    random.seed(0)  # what the allowed modules themselves draw from
     claim, strategies = _load(source, job["random_seeds"])
     os.write(channel, claim)
     _answer(strategies, job["size"], job["keys"], channel)
@@ -853,10 +877,6 @@ class Referee:
     """Plays one strategy at a time, on games that it alone holds.  Raises JailError where no player can be jailed."""
 
     def __init__(self, jailed: bool = True) -> None:
-        self._jailed = jailed
-        self._start_zygote()
-
-    def _start_zygote(self) -> None:
         parent = os.getpid()
         self._zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._zygote_pid = os.fork()
@@ -866,7 +886,7 @@ class Referee:
                 nowhere = os.open(os.devnull, os.O_RDWR)
                 os.dup2(nowhere, 0)
                 os.dup2(nowhere, 1)
-                _zygote(theirs, self._jailed, parent)
+                _zygote(theirs, jailed, parent)
             except JailError as error:
                 theirs.send(str(error).encode())
             except Exception as error:
@@ -878,19 +898,21 @@ class Referee:
         if said != b"ready":
             raise JailError(said.decode() or "the players' parent process did not start")
 
+    def lives(self) -> bool:
+        """Whether its zygote does.  No other is forked: by now this process knows seeds, and so would its players."""
+        return os.waitpid(self._zygote_pid, os.WNOHANG) == (0, 0)
+
     def play(self, source: str, job: Job) -> tuple[str, list[GameResult]]:
         """What became of loading ("load", "fail", "none"), and one result per seed of the job.
 
         Games in lockstep save round trips.  Where the player's process ends before they do (killed, blocked, too
-        long over a move), each is played again alone: no result depends on the other games of its batch.
+        long over a move, more CPU than one game may use), each is played again alone: no result depends on the other
+        games of its batch.
         """
         encoded = source.encode("utf-8", "surrogatepass")
         if len(encoded) > LIMITS.source_bytes:
             over = _Over("error", f"the source is longer than {LIMITS.source_bytes} bytes")
             return "fail", _unplayed(job, over)
-        if os.waitpid(self._zygote_pid, os.WNOHANG)[0]:  # died since: not this job's doing
-            self._zygote.close()
-            self._start_zygote()
         claim, results, cut = self._lockstep(encoded, job, job.seeds)
         if cut and len(job.seeds) > 1:
             results = [result for seed in job.seeds for result in self._lockstep(encoded, job, (seed,))[1]]
@@ -901,7 +923,7 @@ class Referee:
         seats = [_Seat(GameBoard(job.size, seed, job.target), seed) for seed in seeds]
         claim, over = "fail", _Over("error", "")
         header = {"size": job.size, "keys": job.keys, "random_seeds": [_random_seed(seat.game) for seat in seats]}
-        player = _PlayerProcess(self._zygote, job.timeout * max(1, len(seeds)), header, source)
+        player = _PlayerProcess(self._zygote, job.timeout, header, source)
         try:
             said = player.receive(LIMITS.move_seconds * max(1, len(seeds)))
             claim, detail = said[:4].decode("ascii", "replace"), said[4:].decode("utf-8", "replace")
@@ -1036,6 +1058,9 @@ def worker_main(core: int, jailed: bool) -> None:
     if refusal:
         return
     for line in sys.stdin:
+        if not referee.lives():
+            print(json.dumps({"died": "idle"}), flush=True)  # not this job's doing: let another worker have it
+            return
         job = json.loads(line)
         verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
         print(json.dumps(dataclasses.asdict(verdict)), flush=True)
@@ -1073,17 +1098,23 @@ class _Worker:
         """The verdict on one job; "error" where the worker died over it."""
         if self._process.poll() is not None:  # died since: not this job's doing
             self._replace()
-        reply = None
-        with contextlib.suppress(BrokenPipeError):
-            if self._process.stdin:
-                self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
-                self._process.stdin.flush()
-                reply = self._read()
+        reply = self._ask(job)
+        if reply and "died" in reply:
+            self._replace()
+            reply = self._ask(job)
         if reply is None:
             self._replace()
             return _no_verdict(job, None, "none", _Over("error", "the referee's process ended over it"))
         results = tuple(GameResult(**result) for result in reply.pop("results"))
         return Verdict(**reply, results=results)
+
+    def _ask(self, job: Job) -> dict[str, Any] | None:
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin:
+                self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+                self._process.stdin.flush()
+                return self._read()
+        return None
 
     def _replace(self) -> None:
         with self._lock:
@@ -1162,10 +1193,12 @@ class Pool:
 _shared: list[Pool] = []
 
 
-def shared_pool(jailed: bool = True) -> Pool:
-    """The pool that rewards and commands share: started at the first call, which decides about the jail."""
+def shared_pool(jailed: bool | None = None) -> Pool:
+    """The pool that rewards and commands share, started when first asked for; jailed unless a caller says otherwise."""
+    if _shared and jailed not in (None, _shared[0].jailed):
+        _shared[0].close()
     if not _shared or _shared[0].closed:
-        _shared[:] = [Pool(jailed=jailed)]
+        _shared[:] = [Pool(jailed=jailed is not False)]
         atexit.register(_shared[0].close)
     return _shared[0]
 
@@ -1580,8 +1613,8 @@ class TrainConfig:
     warmup_ratio: float = 0.1  # share of the steps
     weight_decay: float = 0.001
     temperature: float = 1.0  # of sampling, in training and in evaluation
-    loss_type: str = "dapo"  # TRL's loss_type
-    scale_rewards: str = "group"  # TRL's scale_rewards: group, batch or none
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"  # TRL's loss_type
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # TRL's scale_rewards
     entropy_coef: float = 0.0  # bonus for entropy
     lora_rank: int = 4  # adapters on attention and experts
     lora_alpha: int = 8
@@ -1632,7 +1665,7 @@ class PlayConfig:
     """Play one strategy file."""
 
     file: Path  # Python source that defines strategy(board)
-    seeds: tuple[int, ...] = tuple(range(10))  # a game each
+    seeds: tuple[int, ...] = tuple(range(10))  # a game each; a strategy that searches could find such small ones
     size: int = 6
     target: int = 2048
     keys: Layout = "bepo"
@@ -1683,13 +1716,18 @@ def answer_at_once(tokenizer: Any) -> None:
         tokenizer.chat_template = template + "{%- if add_generation_prompt -%}" + opening + "{%- endif -%}"
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is no file.  Raises UsageError for a damaged one."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (OSError, ValueError, TypeError):
+        raise UsageError(f"{file} is damaged: take another folder or checkpoint") from None
+
+
 def adapter_base(name: str) -> Path | None:
     """The model that an adapter's folder belongs to; None where the folder holds no adapter."""
-    file = Path(name) / "adapter_config.json"
-    try:
-        return Path(json.loads(file.read_text())["base_model_name_or_path"]) if file.is_file() else None
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{file} is damaged: take another checkpoint") from None
+    base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
+    return Path(base) if base else None
 
 
 def tiny_keys(folder: Path | None) -> str | None:
@@ -1703,9 +1741,9 @@ def check_model(name: str) -> None:
     if name == "tiny":
         return
     if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise UsageError(f"{name} holds no model: neither config.json nor adapter_config.json is in it")
         base = adapter_base(name)
+        if base is None and "model_type" not in read_json(folder / "config.json"):
+            raise UsageError(f"{name} holds no model: no config.json of a model, and no adapter_config.json")
         if base and base.is_absolute() and not base.exists() and not tiny_keys(base):
             raise UsageError(f"{name} is an adapter to {base}, which is not there any more")
         return
@@ -1727,7 +1765,8 @@ def check_model(name: str) -> None:
 
 def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Unsloth's loader for every model: (model, tokenizer).  Raises UsageError, in one line."""
-    local = name == "tiny" or Path(name).is_dir()
+    base = adapter_base(name)
+    local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(tiny_keys(base))))
     prepare_environment(offline=local)
     say("loading torch, unsloth and trl")
     import unsloth  # noqa: I001 - before transformers and trl, which it patches
@@ -1736,10 +1775,10 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str],
 
     if local:
         disable_progress_bar()  # it is for downloads
-    if keys := config.keys if name == "tiny" else tiny_keys(adapter_base(name)):
+    if keys := config.keys if name == "tiny" else tiny_keys(base):
         torch.set_num_threads(1)  # as in its warm start
-        base = warm_start(keys=keys, progress=every_tenth(say))  # an adapter's may have left the cache
-        name = str(base) if name == "tiny" else name
+        tiny = warm_start(keys=keys, progress=every_tenth(say))  # an adapter's base may have left the cache
+        name = str(tiny) if name == "tiny" else name
     try:
         model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
             model_name=name,
@@ -1832,12 +1871,34 @@ def control_strategies(keys: str) -> dict[str, str]:
     }
 
 
-def board_seeds(count: int, *key: object, held_out: bool = False) -> tuple[int, ...]:
-    """Seeds of boards, from a hash of `key`: even ones are for training, odd ones held out.
+@cache
+def board_key() -> str:
+    """This machine's secret, from which the seeds of boards are drawn.  Raises UsageError where it cannot be kept.
 
-    63 bits, so that a strategy cannot find a board's seed, and with it the coming tiles, by trying.
+    With a rule that a strategy can know, it could work a board's seed out, and with it every coming tile.  Players
+    cannot read files, and the key is in no other process than this one.
     """
-    digests = (hashlib.sha256(json.dumps([*key, i]).encode()).digest()[:8] for i in range(count))
+    file = cache_folder() / "board_key"
+    try:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f".board_key-{os.getpid()}")
+            new.touch(mode=0o600)
+            new.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):  # another run was first
+                os.link(new, file)
+            new.unlink()
+        return file.read_text()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be kept ({error.strerror}): set XDG_CACHE_HOME to a folder for it") from None
+
+
+def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int, ...]:
+    """Seeds of boards, 63 bits each, from a hash of this machine's key: even for training, odd for evaluation.
+
+    The same parts give the same boards in every run on this machine.
+    """
+    digests = (hashlib.sha256(json.dumps([board_key(), *parts, i]).encode()).digest()[:8] for i in range(count))
     return tuple(int.from_bytes(digest) >> 1 & ~1 | held_out for digest in digests)
 
 
@@ -2158,7 +2219,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     check_model(config.model)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = make_run_folder(config)
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
     say(f"playing {config.games} held-out boards with the untrained model")
@@ -2213,7 +2274,8 @@ def show_result(console: Console, result: dict[str, Any], target: int) -> None:
     for name, row in rows.items():
         if row:
             interval = f"{row['won_low']:.0%} to {row['won_high']:.0%}"
-            table.add_row(name, f"{row['won']:.0%}", interval, f"{row['largest_tile_median']:.0f}", str(row["games"]))
+            table.add_row(rich_text(name), f"{row['won']:.0%}", interval, f"{row['largest_tile_median']:.0f}",
+                          str(row["games"]))  # fmt: skip
     console.print(table)
     if not result["jailed"]:
         console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
@@ -2228,7 +2290,7 @@ def evaluate_controls(config: TrainConfig | EvalConfig) -> dict[str, dict[str, A
 def read_strategy(path: Path) -> str:
     """A strategy file's text.  Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"{path} cannot be read: {reason}") from None
@@ -2239,13 +2301,17 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     started = time.monotonic()
     source = read_strategy(Path(config.model)) if config.model.endswith(".py") else None
     config.model = resolve_model(config.model)
+    if (Path(config.model) / "adapter").is_dir():  # a run's folder
+        config.model = str(Path(config.model) / "adapter")
     if source is None:
         check_model(config.model)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     if source is not None:
+        if pool.judge([Job(source, ())])[0].works == "none":
+            raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
         result = evaluate_strategy(source, config)
     else:
-        say = partial(console.print, highlight=False, soft_wrap=True)
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         model, tokenizer = load_model(config.model, config, say)
         result = evaluate_model(model, tokenizer, config)
     controls = evaluate_controls(config)
@@ -2322,7 +2388,9 @@ def check_config(config: TrainConfig | EvalConfig | PlayConfig) -> None:
         raise UsageError(f"--{error}") from None
     if isinstance(config, PlayConfig) and not config.seeds:
         raise UsageError("--seeds needs at least one number")
-    if isinstance(config, TrainConfig) and config.run_name != Path(config.run_name).name:
+    if isinstance(config, TrainConfig) and (
+        config.run_name != Path(config.run_name).name or config.run_name == ".."
+    ):
         raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
     if isinstance(config, TrainConfig) and config.batch_size * config.accumulation % config.generations:
         raise UsageError(
