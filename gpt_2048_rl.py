@@ -366,7 +366,7 @@ def _unfenced_program(lines: list[str]) -> str | None:
     return _program("\n".join(code))
 
 
-_FENCE_OPENS = re.compile(r"(.*?)`{3,}[ \t]*[\w+-]*[ \t]*$")  # prose may stand before it: Sure! ```python
+_FENCE_OPENS = re.compile(r"(.*?)(?<!`)`{3,}+[ \t]*+[\w+-]*+[ \t]*+$")  # prose may stand before: Sure! ```python
 _FENCES = 16  # the last so many are looked at
 
 

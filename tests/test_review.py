@@ -99,6 +99,11 @@ def test_a_complete_program_is_found_in_a_careless_fence(text: str) -> None:
     assert program.extract_function(text) == CODE
 
 
+def test_a_line_of_backticks_is_read_in_linear_time() -> None:
+    """It took the square of its length: this one, hours."""
+    assert program.extract_function("`" * 300_000 + "!" + " " * 300_000 + "!") is None
+
+
 def test_a_fence_inside_a_docstring_is_part_of_the_program() -> None:
     code = 'def strategy(board):\n    """Such as\n    ```\n    2 2\n    ```\n    """\n    return "a"'
     assert program.extract_function(f"```python\n{code}\n```") == code
