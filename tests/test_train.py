@@ -163,6 +163,6 @@ def test_the_trained_adapter_can_be_evaluated(trained: Run) -> None:
 
 
 def test_training_leaves_no_process(trained: Run) -> None:
-    """Only what this test session itself started is left."""
+    """Only what these tests themselves started is left."""
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert not any(str(trained.folder.parent).encode() in command for command in commands)

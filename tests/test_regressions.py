@@ -1,4 +1,4 @@
-"""What a review by fresh eyes found: each test tells one story that must not happen again."""
+"""Bugs that were found and mended: each test tells the story of one, and it must not happen again."""
 
 from __future__ import annotations
 
