@@ -367,6 +367,7 @@ def _unfenced_program(lines: list[str]) -> str | None:
 
 
 _FENCE_OPENS = re.compile(r"(.*?)(?<!`)`{3,}+[ \t]*+[\w+-]*+[ \t]*+$")  # prose may stand before: Sure! ```python
+_FENCE_CLOSES = re.compile(r"[ \t]*`{3,}+(?![ \t]*[\w+-]+[ \t]*$)")  # ```python opens another and closes none
 _FENCES = 16  # the last so many are looked at
 
 
@@ -381,7 +382,7 @@ def extract_function(text: str) -> str | None:
         return None
     lines = answer.split("\n")
     opens = [i for i, line in enumerate(lines) if _FENCE_OPENS.match(line)][-_FENCES:]
-    closes = [i for i, line in enumerate(lines) if line.lstrip().startswith("```")][-_FENCES:]
+    closes = [i for i, line in enumerate(lines) if _FENCE_CLOSES.match(line)][-_FENCES:]
     for end in reversed(closes):
         for start in reversed([i for i in opens if i < end]):  # the nearest is not the one if code contains a fence
             if program := _program(textwrap.dedent("\n".join(lines[start + 1 : end]))):
@@ -389,12 +390,13 @@ def extract_function(text: str) -> str | None:
     outside: list[str] = []
     inside = False
     for line in lines:
-        opening = _FENCE_OPENS.match(line)
-        if not inside and opening:
+        if inside:
+            inside = not _FENCE_CLOSES.match(line)
+        elif opening := _FENCE_OPENS.match(line):
             outside.append(opening[1])
-        elif not inside and not line.lstrip().startswith("```"):
+            inside = True
+        else:
             outside.append(line)
-        inside ^= bool(opening) or (inside and line.lstrip().startswith("```"))
     return _unfenced_program(outside)
 
 
@@ -1711,9 +1713,10 @@ def resolve_model(name: str) -> str:
 
 def answer_at_once(tokenizer: Any) -> None:
     """Let a harmony model start its answer in the final channel: no token of the limit goes into an analysis."""
-    template, opening = tokenizer.chat_template or "", "<|channel|>final<|message|>"
-    if "<|channel|>" in template and not template.endswith(opening + "{%- endif -%}"):
-        tokenizer.chat_template = template + "{%- if add_generation_prompt -%}" + opening + "{%- endif -%}"
+    template = tokenizer.chat_template or ""
+    opening = "{%- if add_generation_prompt -%}" + FINAL_CHANNEL + "{%- endif -%}"
+    if "<|channel|>" in template and not template.endswith(opening):
+        tokenizer.chat_template = template + opening
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -99,6 +99,15 @@ def test_a_complete_program_is_found_in_a_careless_fence(text: str) -> None:
     assert program.extract_function(text) == CODE
 
 
+@pytest.mark.parametrize(
+    "text",
+    [f"```python\n{CODE}\n```python\n{CODE}", f"```python\ndef strategy(board):\n```python\n{CODE}\n    return ("],
+)
+def test_a_second_opening_fence_closes_nothing(text: str) -> None:
+    """What was cut off behind it counted as code outside of fences."""
+    assert program.extract_function(text) is None
+
+
 def test_a_line_of_backticks_is_read_in_linear_time() -> None:
     """It took the square of its length: this one, hours."""
     assert program.extract_function("`" * 300_000 + "!" + " " * 300_000 + "!") is None
