@@ -51,7 +51,8 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial, wraps
@@ -725,6 +726,11 @@ def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
         control.send(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
 
 
+_PROCESS = "the player's process"
+_PROCESS_ENDED = f"{_PROCESS} ended"
+_BY_THE_JAIL = (_PROCESS, "MemoryError", "PermissionError")  # how the details of such games begin
+
+
 class _Over(Exception):
     """A player's process has ended or has to: the outcome of its games, and why."""
 
@@ -781,7 +787,7 @@ class _PlayerProcess:
         try:
             self._channel.send(message)
         except OSError:
-            raise _Over("error", "the player's process ended") from None
+            raise _Over("error", _PROCESS_ENDED) from None
 
     def cpu(self) -> float:
         """CPU seconds used so far; 0 when the process is gone."""
@@ -800,7 +806,7 @@ class _PlayerProcess:
         except ConnectionError:
             message = b""
         if not message:
-            raise _Over("error", "the player's process ended")
+            raise _Over("error", _PROCESS_ENDED)
         if time.monotonic() > self._next_look:
             self._look()
         return message
@@ -965,17 +971,14 @@ class Referee:
                         finished |= seat.ends(direction, notes)
 
 
-_PROCESS_ENDED = "the player's process ended"
-
-
 def _post_mortem(status: int) -> _Over:
     """The outcome of games whose player died by itself, from its wait status."""
     if status in (0, signal.SIGKILL):  # it closed its channel: which of the two it is depends on who was faster
         return _Over("error", _PROCESS_ENDED)
     if not os.WIFSIGNALED(status):
-        return _Over("error", f"the player's process exited with code {os.waitstatus_to_exitcode(status)}")
+        return _Over("error", f"{_PROCESS} exited with code {os.waitstatus_to_exitcode(status)}")
     name = signal.Signals(os.WTERMSIG(status)).name
-    return _Over("timeout" if name == "SIGXCPU" else "error", f"the player's process was ended by {name}")
+    return _Over("timeout" if name == "SIGXCPU" else "error", f"{_PROCESS} was ended by {name}")
 
 
 def _random_seed(game: GameBoard) -> int:
@@ -1234,6 +1237,7 @@ SUCCESS, LOST, STUCK, TIMEOUT, FAILED = 20.0, 2.0, -1.0, -1.0, -3.0
 LOST_PROGRESS, STUCK_PROGRESS = 8.0, 3.0
 WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
 CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
+CUT_OFF = -1.0
 
 
 @lru_cache(maxsize=2)
@@ -1307,26 +1311,40 @@ def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 REWARDS = (function_works, no_cheating, strategy_succeeds)
 
 
+def ends_in_time(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """TRL reward of the stable recipe: does the answer end by itself?  Else nothing held back what follows the program.
+
+    `completion_ids` are the completions' tokens, `max_new_tokens` the limit of each.
+    """
+    if "completion_ids" not in kwargs:
+        return [0.0] * len(completions)
+    lengths = zip(kwargs["completion_ids"], kwargs["max_new_tokens"], strict=True)
+    return [CUT_OFF if len(ids) >= limit else 0.0 for ids, limit in lengths]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Strategies for the warm start: independent parts, so that most of their combinations are never in the corpus
 
-SLIDE = """    def slide(row):
-        row = [x for x in row if x]
-        for i, x in enumerate(row[1:]):
-            if row[i] == x:
-                row[i], row[i + 1] = x + x, 0
-        row = [x for x in row if x]
-        return row + [0] * (len(board) - len(row))
-
-    def move(k):
-        turn = k in "{vertical}"
-        rows = zip(*board) if turn else board
-        rows = [slide(r[::-1])[::-1] if k in "{backwards}" else slide(r) for r in rows]
+MOVE = """    def move(k):
+        turn, order = k in "{vertical}", -1 if k in "{backwards}" else 1
+        rows = []
+        for row in zip(*board) if turn else board:
+            slid, last = [], 0
+            for x in row[::order]:
+                if x and x == last:
+                    slid[-1], last = x + x, 0
+                elif x:
+                    slid.append(x)
+                    last = x
+            rows.append((slid + [0] * (len(row) - len(slid)))[::order])
         return [list(r) for r in zip(*rows)] if turn else rows
+
+    after = {{k: move(k) for k in "{keys}"}}
+    moves = [k for k in after if after[k] != board]
 """
 SCORE = """
     def score(k):
-        board = move(k)
+        board = after[k]
         flat = sum(board, [])
         return {total}
 """
@@ -1337,9 +1355,9 @@ TERMS = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-
 WEIGHTS = (1, 2, 3, 5, 8, 20, 50, 100)
 
 
-# Ways to choose a key and how often each is composed.  At 2048 on 6x6, draws from 3 or 4 keys or from the legal moves
-# win, and so do most searches: about one program in five.
-CHOICES = {"constant": 6, "cycle": 22, "draw2": 20, "draw3": 6, "draw4": 5, "first": 26, "draw_legal": 3, "search": 5}
+# Ways to choose a key and how often each is composed.  At 2048 on 6x6 draws from 3 or 4 keys win, and more than half of
+# the searches: about one program in five.  Searches are common because what is rare dies out: benchmarks/LOG.md.
+CHOICES = {"constant": 8, "cycle": 26, "draw2": 22, "draw3": 2, "draw4": 1, "first": 15, "search": 26}
 
 
 def _weighted_sum(rng: random.Random, terms: int) -> str:
@@ -1353,6 +1371,11 @@ def _some_keys(rng: random.Random, keys: str, count: int) -> str:
     return "".join(rng.sample(keys, count))
 
 
+def moves_source(keys: str, order: str) -> str:
+    """Code that works out all four moves of a `board`; `keys` in DIRECTIONS' order, `order` the one to list them in."""
+    return MOVE.format(vertical=keys[:2], backwards=keys[1] + keys[3], keys=order)
+
+
 def _choose(rng: random.Random, kind: str, keys: str) -> str:
     """An expression for the next key; `kind` is one of CHOICES."""
     if kind == "constant":
@@ -1361,10 +1384,11 @@ def _choose(rng: random.Random, kind: str, keys: str) -> str:
         count = rng.choice((2, 3, 4))
         return f'"{_some_keys(rng, keys, count)}"[n % {count}]'
     if kind in ("draw2", "draw3", "draw4"):
-        return f'random.choice("{_some_keys(rng, keys, int(kind[-1]))}")'
+        count = int(kind[-1])
+        return f'"{_some_keys(rng, keys, count)}"[random.randrange({count})]'
     if kind == "first":
         return rng.choice(("moves[0]", "moves[0]", "moves[-1]"))
-    return {"draw_legal": "random.choice(moves)", "search": "max(moves, key=score)"}[kind]
+    return "max(moves, key=score)"
 
 
 def compose_strategy(rng: random.Random, keys: str) -> str:
@@ -1383,12 +1407,12 @@ def compose_strategy(rng: random.Random, keys: str) -> str:
         body = f"    n = {_weighted_sum(rng, rng.choice((1, 1, 2)))}\n{body}"
     if "flat" in body:
         body = f"    flat = sum(board, [])\n{body}"
-    if {"first", "draw_legal", "search"} & set(kinds):
-        head = SLIDE.format(vertical=keys[:2], backwards=keys[1] + keys[3])
+    if {"first", "search"} & set(kinds):
+        head = moves_source(keys, _some_keys(rng, keys, 4))
         if "search" in kinds:
             noise = rng.choice(("", " + random.random()"))  # equal moves: the first of them, or any
             head += SCORE.format(total=_weighted_sum(rng, rng.choice((1, 2, 3))) + noise)
-        body = f'{head}\n    moves = [k for k in "{_some_keys(rng, keys, 4)}" if move(k) != board]\n{body}'
+        body = f"{head}\n{body}"
     imports = "import random\n\n" if "random." in body else ""
     return f"{imports}def strategy(board):\n{body}"
 
@@ -1463,9 +1487,10 @@ class TinyConfig:
     vocab: int = 1024
     init: float = 0.06  # standard deviation of the first weights; gpt-oss's 0.02 is too small for this width
     corpus: int = 3000  # conversations that the tokenizer is trained on
-    steps: int = 200
+    steps: int = 320
     batch: int = 48  # answers in a step, all to one prompt, in two halves of like length
     lr: float = 3e-3
+    temperature: float = 0.9  # the model is sharpened by it: sampled at 1.0, a third as many programs are broken
 
 
 TINY_MODEL = TinyConfig()
@@ -1534,6 +1559,7 @@ def train_tiny(
         schedule.step()
         optimizer.zero_grad()
         progress(step, config.steps, mean)
+    model.lm_head.weight.data /= config.temperature
     model.generation_config.update(do_sample=True, eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -1542,9 +1568,9 @@ def train_tiny(
 def tiny_fingerprint(config: TinyConfig, seed: int, keys: str) -> str:
     """Changes with the seed, the keys, the config and the source of all that the weights depend on."""
     makers: list[Callable[..., object]] = [
-        _weighted_sum, _some_keys, _choose, compose_strategy, tiny_conversation, train_tiny_tokenizer, tiny_gpt_oss,
-        _answer_loss, train_tiny]  # fmt: skip
-    parts = [seed, keys, dataclasses.asdict(config), SLIDE, SCORE, TERMS, WEIGHTS, CHOICES, HARMONY, TINY_CHAT_TEMPLATE]
+        _weighted_sum, _some_keys, moves_source, _choose, compose_strategy, tiny_conversation, train_tiny_tokenizer,
+        tiny_gpt_oss, _answer_loss, train_tiny]  # fmt: skip
+    parts = [seed, keys, dataclasses.asdict(config), MOVE, SCORE, TERMS, WEIGHTS, CHOICES, HARMONY, TINY_CHAT_TEMPLATE]
     prompts = [build_prompt(keys=keys, wording=wording) for wording in range(len(WORDINGS) - 1)]
     text = json.dumps([*parts, *prompts, *map(inspect.getsource, makers)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -1600,46 +1626,71 @@ Layout = Literal["bepo", "wasd", "zqsd", "arrows"]
 class TrainConfig:
     """Train a model with GRPO; then hold it, on boards that it never saw, against itself before and two controls.
 
-    The numbers are the published ones; the embedded model has its own (TINY), and --help shows those that apply.
+    The defaults are the stable recipe for gpt-oss-20b; the published one (PUBLISHED), the embedded model (TINY) and a
+    reasoning effort (REASONING) have numbers of their own, and --help shows those that apply.
     """
 
     model: str = "auto"  # auto: gpt-oss-20b where a CUDA GPU is found, else tiny; or a hub id, or a local folder
+    recipe: Literal["stable", "published"] = "stable"  # decides the numbers below, unless they are given
+    reasoning: Literal["none", "low", "medium", "high"] = "none"  # analysis before the answer; none: it starts at once
     output_dir: Path = Path("outputs")  # a run's folder is made in here
     run_name: str = ""  # name of the run's folder; by default the model and the time
-    steps: int = 1000  # optimizer steps
-    generations: int = 2  # completions in a group, compared with one another
-    batch_size: int = 1  # completions in a forward pass
+    steps: int = 300  # optimizer steps
+    minutes: float = 0.0  # end training after so many; 0: no limit
+    generations: int = 16  # completions in a group, compared with one another
+    batch_size: int = 8  # completions in a forward pass
     accumulation: int = 4  # forward passes in a step; batch_size * accumulation completions are generated together
-    boards: int = 1  # boards that every completion of a group plays
-    learning_rate: float = 5e-5  # peak, after the warm-up; falls linearly to 0
-    warmup_ratio: float = 0.1  # share of the steps
+    boards: int = 4  # boards that every completion of a group plays
+    wordings: int = len(WORDINGS) - 1  # of the task, in turns
+    learning_rate: float = 2e-5  # peak, after the warm-up
+    lr_schedule: Literal["linear", "constant"] = "constant"  # after the warm-up: falls to 0, or stays for a while
+    decay_steps: float = 0.4  # at the end, in which a constant rate falls to 0 too; below 1 a share of all steps
+    warmup_steps: float = 10  # until the peak; below 1 a share of all steps
     weight_decay: float = 0.001
     temperature: float = 1.0  # of sampling, in training and in evaluation
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"  # TRL's loss_type
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # TRL's scale_rewards
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"  # TRL's loss_type
+    scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
     entropy_coef: float = 0.0  # bonus for entropy
+    beta: float = 0.0  # weight of the KL divergence from the model at the start
+    skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     lora_rank: int = 4  # adapters on attention and experts
     lora_alpha: int = 8
-    max_seq_length: int = 768  # tokens of prompt and completion
     max_new_tokens: int = 200  # tokens of a completion
+    max_seq_length: int = 0  # tokens of prompt and completion; 0: 568 for the prompt and those of the completion
     load_in_4bit: bool = True  # on a GPU
-    save_steps: int = 100  # steps between checkpoints
+    save_steps: int = 20  # steps between checkpoints
     patience: int = 20  # steps in a row with nothing to learn (no valid code, or no spread) that end the run
     seed: int = 3407  # of weights, sampling and training boards
     size: int = 6  # cells along each side of the board
     target: int = 2048  # the tile that wins
+    curriculum: bool = True  # double the target in training whenever more than 90% of the games of late were won
     keys: Layout = "bepo"  # keyboard layout of the four moves
     timeout: float = 5.0  # CPU seconds that a strategy may use per game
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
+    cut_off_price: float = 1.0  # what an answer loses that the length limit cuts off
     games: int = 64  # held-out boards; each is played by a program of its own
+    eval_batch_size: int = 32  # completions generated at a time for them
     unsafe_no_jail: bool = False  # run model-written code without seccomp; recorded in the results
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 
 TINY: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 60, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
-    "learning_rate": 1.5e-3, "loss_type": "dr_grpo", "lora_rank": 32, "lora_alpha": 64, "save_steps": 20,
+    "learning_rate": 1e-3, "warmup_steps": 5, "lora_rank": 32, "lora_alpha": 64,
 }  # fmt: skip
+PUBLISHED: dict[str, Any] = {  # of the public notebook, whatever the model
+    "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
+    "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
+    "scale_rewards": "group", "save_steps": 100, "curriculum": False, "flat_reward": True, "cut_off_price": 0.0,
+    "skip_flat_groups": False,
+}  # fmt: skip
+REASONING = {"none": 200, "low": 1024, "medium": 2048, "high": 4096}  # tokens of a completion, with its analysis
+
+
+def train_defaults(model: str, recipe: str, reasoning: str) -> TrainConfig:
+    """The numbers that hold where the command line gives none."""
+    numbers: dict[str, Any] = {"model": model, "reasoning": reasoning, "max_new_tokens": REASONING[reasoning]}
+    return TrainConfig(**numbers | (TINY if model == "tiny" else {}) | (PUBLISHED if recipe == "published" else {}))
 
 
 @dataclass
@@ -1647,11 +1698,12 @@ class EvalConfig:
     """Hold a model, an adapter, a checkpoint or a strategy file (.py) against held-out boards and the controls."""
 
     model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
+    reasoning: Literal["none", "low", "medium", "high"] = "none"  # analysis before the answer; none: it starts at once
     games: int = 64  # held-out boards; each is played by a program of its own
     temperature: float = 1.0
-    max_seq_length: int = 768  # tokens of prompt and completion
     max_new_tokens: int = 200  # tokens of a completion
-    batch_size: int = 32  # completions generated at a time
+    max_seq_length: int = 0  # tokens of prompt and completion; 0: 568 for the prompt and those of the completion
+    eval_batch_size: int = 32  # completions generated at a time
     load_in_4bit: bool = True  # on a GPU
     seed: int = 3407  # of sampling
     size: int = 6
@@ -1711,12 +1763,20 @@ def resolve_model(name: str) -> str:
     return name if name != "auto" else "unsloth/gpt-oss-20b" if gpu_is_there() else "tiny"
 
 
-def answer_at_once(tokenizer: Any) -> None:
-    """Let a harmony model start its answer in the final channel: no token of the limit goes into an analysis."""
+def open_channel(tokenizer: Any, reasoning: str) -> None:
+    """Let a harmony model start its answer in the final channel, or with an analysis where there is room for one."""
     template = tokenizer.chat_template or ""
     opening = "{%- if add_generation_prompt -%}" + FINAL_CHANNEL + "{%- endif -%}"
-    if "<|channel|>" in template and not template.endswith(opening):
-        tokenizer.chat_template = template + opening
+    if "<|channel|>" in template:  # trained adapters keep their template: it may have the opening already
+        tokenizer.chat_template = template.removesuffix(opening) + (opening if reasoning == "none" else "")
+
+
+def template_arguments(reasoning: str) -> dict[str, Any]:
+    """What a chat template is told about the analysis; templates ignore what they do not know.
+
+    The effort is named even where there is no room for any: gpt-oss would be told "medium" otherwise.
+    """
+    return {"reasoning_effort": "low" if reasoning == "none" else reasoning, "enable_thinking": reasoning != "none"}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -1738,9 +1798,11 @@ def tiny_keys(folder: Path | None) -> str | None:
     return next((keys for keys in LAYOUTS if tiny_folder(keys=keys) == folder), None)
 
 
-def check_model(name: str) -> None:
-    """Raise UsageError for a model that cannot be had, before anything expensive starts."""
+def check_model(name: str, reasoning: str) -> None:
+    """Raise UsageError for a model that cannot be had or used so, before anything expensive starts."""
     folder = Path(name)
+    if reasoning != "none" and (name == "tiny" or tiny_keys(adapter_base(name))):
+        raise UsageError("the embedded model knows no analysis: take --reasoning none")
     if name == "tiny":
         return
     if folder.is_dir():
@@ -1774,6 +1836,7 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str],
     say("loading torch, unsloth and trl")
     import unsloth  # noqa: I001 - before transformers and trl, which it patches
     import torch
+    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     if local:
@@ -1789,12 +1852,12 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str],
             load_in_4bit=config.load_in_4bit and torch.cuda.is_available(),
             dtype=None if torch.cuda.is_available() else torch.float32,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
-    answer_at_once(tokenizer)
+    open_channel(tokenizer, config.reasoning)
     return model, tokenizer
 
 
@@ -1833,12 +1896,13 @@ def sample_completions(
     import torch
 
     messages = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True,
+                                           **template_arguments(config.reasoning))  # fmt: skip
     texts: list[str] = []
     model.eval()
     torch.manual_seed(config.seed)
     while len(texts) < count:
-        rows = min(config.batch_size, count - len(texts))
+        rows = min(config.eval_batch_size, count - len(texts))
         batch = {key: value.repeat(rows, 1).to(model.device) for key, value in inputs.items()}  # (B, T)
         with torch.inference_mode():
             ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
@@ -1850,27 +1914,14 @@ def sample_completions(
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation
 
-RANDOM_CONTROL = """import random
-def strategy(board):
-{slide}
-    return random.choice([k for k in "{keys}" if move(k) != board])
-"""
-GREEDY_CONTROL = """def strategy(board):
-{slide}
-    def empty(k):
-        after = move(k)
-        return -1 if after == board else sum(row.count(0) for row in after)
-    return max("{keys}", key=empty)
-"""
-
 
 def control_strategies(keys: str) -> dict[str, str]:
     """What a result has to be held against: random legal moves, and greedy on empty cells."""
-    names = LAYOUTS[keys]
-    slide = SLIDE.format(vertical=names[:2], backwards=names[1] + names[3])
+    moves = moves_source(LAYOUTS[keys], LAYOUTS[keys])
     return {
-        "random": RANDOM_CONTROL.format(slide=slide, keys=names),
-        "greedy": GREEDY_CONTROL.format(slide=slide, keys=names),
+        "random": f"import random\ndef strategy(board):\n{moves}    return random.choice(moves)\n",
+        "greedy": f"def strategy(board):\n{moves}"
+        "    return max(moves, key=lambda k: sum(row.count(0) for row in after[k]))\n",
     }
 
 
@@ -1963,30 +2014,115 @@ def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
 # Training
 
 
+class Curriculum:
+    """The target tile of the moment: it doubles when more than BAR of the games of the last GROUPS groups were won.
+
+    So a task that is solved goes on teaching.  Without `rising` the target stays.
+    """
+
+    BAR, GROUPS = 0.9, 4
+
+    def __init__(self, target: int, rising: bool = True) -> None:
+        self.target, self.rising = target, rising
+        self.recent: deque[float] = deque(maxlen=self.GROUPS)  # shares of won games, at this target
+
+    def record(self, target: int, won: float) -> None:
+        """Note a group's share of won games, and double the target if it is time to."""
+        if target == self.target:  # groups that were under way when it doubled count no more
+            self.recent.append(won)
+        solved = len(self.recent) == self.GROUPS and statistics.fmean(self.recent) > self.BAR
+        if self.rising and solved and self.target < 1 << 63:
+            self.target *= 2
+            self.recent.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"target": self.target, "recent": list(self.recent)}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on where a checkpoint's training stood; for resuming."""
+        kept = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"]["StepReporter"]["attributes"]
+        self.target = kept["target"]
+        self.recent.extend(kept["recent"])
+
+
+def flat_groups(totals: Sequence[float], group: int) -> list[bool]:
+    """For each group of completions, whether the sums of their rewards are all equal: then it has no gradient."""
+    return [max(part) - min(part) < 1e-6 for part in (totals[i : i + group] for i in range(0, len(totals), group))]
+
+
 @dataclass(frozen=True)
 class StepSummary:
-    """What the verdicts of one step say: its line in the terminal, and curves in TensorBoard."""
+    """What the verdicts of one step say: its line in the terminal, the watcher's evidence, and curves."""
 
+    target: int
+    random_won: float  # share of games in which random legal moves make this target
     won: float  # share of games
     works: float  # share of completions whose strategy loads
-    distinct: float  # share of completions that equal no earlier one
+    cheating: float  # share of completions
+    distinct: float  # share of completions that equal no earlier one of their group
+    identical: bool  # whether every group is one text
+    flat: float  # share of groups in which all rewards are equal, so that there is no gradient
     reward: float  # mean of strategy_succeeds
-    spread: float  # its standard deviation; without any there is nothing to learn
-    identical: bool  # whether all completions are the same text
+    spread: float  # its standard deviation
     largest_tile: float  # median over the games
-    timeouts: float  # share of games that the clock ended
+    tiles: Mapping[int, float]  # share of games by largest tile
+    outcomes: Mapping[str, float]  # share of games by outcome
+    jailed: float  # share of games that ended because of the jail
     scoring_seconds: float
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[str], verdicts: Sequence[Verdict], rewards: Sequence[float], totals: Sequence[float],
+        group: int, **known: Any
+    ) -> StepSummary:  # fmt: skip
+        """Of a batch that consists of groups of `group` completions.
+
+        `rewards` are those of strategy_succeeds, `totals` the sums of all; `known` the fields not worked out here.
+        """
+        results = [result for verdict in verdicts for result in verdict.results]
+        distinct = [len(set(texts[i : i + group])) for i in range(0, len(texts), group)]
+        tiles, outcomes = Counter(r.max_tile for r in results), Counter(r.outcome for r in results)
+        return cls(
+            won=outcomes["success"] / len(results),
+            works=statistics.fmean(verdict.works == "load" for verdict in verdicts),
+            cheating=statistics.fmean(bool(verdict.cheating) for verdict in verdicts),
+            distinct=sum(distinct) / len(texts),
+            identical=set(distinct) == {1},
+            flat=statistics.fmean(flat_groups(totals, group)),
+            reward=statistics.fmean(rewards),
+            spread=statistics.pstdev(rewards),
+            largest_tile=statistics.median(result.max_tile for result in results),
+            tiles={tile: count / len(results) for tile, count in sorted(tiles.items())},
+            outcomes={outcome: outcomes[outcome] / len(results) for outcome in OUTCOMES},
+            jailed=statistics.fmean(r.outcome == "error" and r.detail.startswith(_BY_THE_JAIL) for r in results),
+            **known,
+        )
+
+    def curves(self) -> dict[str, float]:
+        """Every number by the name of its curve."""
+        numbers = {f"games/{name}": float(value) for name, value in vars(self).items() if not isinstance(value, dict)}
+        outcomes = {f"outcomes/{name}": share for name, share in self.outcomes.items()}
+        reached = {f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
+                   for n in range(5, 18)}  # fmt: skip
+        return numbers | outcomes | reached
 
 
 class RolloutLog:
-    """Every step's completions and verdicts in rollouts.jsonl, a summary of the last one, and the best programs."""
+    """Every step's completions and verdicts in rollouts.jsonl, a summary of the last one, and the best programs.
+
+    It also tells the curriculum how the groups did.
+    """
 
     FINALISTS = 6
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.finalists: dict[str, float] = {}  # source -> its best mean reward over the boards of a step
+    def __init__(self, path: Path, config: TrainConfig, curriculum: Curriculum) -> None:
+        self._path, self._config, self._curriculum = path, config, curriculum
+        self._random_won = cache(partial(random_moves_win, config))
+        self.finalists: dict[str, tuple[float, int]] = {}  # source -> mean of its largest tiles in a step, and which
+        self._steps = 0
         self.summary: StepSummary | None = None
+        self.totals: list[float] = []  # of the last step: each completion's rewards, as the trainer weighs them
 
     def around(self, reward_function: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """The trainer's first reward function, with every call recorded (the others look the verdicts up)."""
@@ -1994,65 +2130,169 @@ class RolloutLog:
         @wraps(reward_function)
         def recorded(completions: Sequence[Any], **columns: Any) -> list[float]:
             started = time.perf_counter()
+            random_won = self._random_won(max(columns["target"]))
             verdicts = judge(completions, **columns)
-            self._record(completions, verdicts, columns, time.perf_counter() - started)
+            known = {"random_won": random_won, "scoring_seconds": time.perf_counter() - started}
+            self._record(completions, verdicts, columns, known)
             return reward_function(completions, **columns)
 
         return recorded
 
     def _record(
-        self, completions: Sequence[Any], verdicts: list[Verdict], columns: dict[str, Any], seconds: float
+        self, completions: Sequence[Any], verdicts: list[Verdict], columns: dict[str, Any], known: dict[str, Any]
     ) -> None:
         rewards = strategy_succeeds(completions, **columns)
-        results = [result for verdict in verdicts for result in verdict.results]
-        self.summary = StepSummary(
-            won=statistics.fmean(result.outcome == "success" for result in results),
-            works=statistics.fmean(verdict.works == "load" for verdict in verdicts),
-            distinct=len({completion_text(c) for c in completions}) / len(completions),
-            reward=statistics.fmean(rewards),
-            spread=statistics.pstdev(rewards),
-            identical=len({completion_text(c) for c in completions}) == 1,
-            largest_tile=statistics.median(result.max_tile for result in results),
-            timeouts=statistics.fmean(result.outcome == "timeout" for result in results),
-            scoring_seconds=seconds,
-        )
-        for name, value in dataclasses.asdict(self.summary).items():
-            columns.get("log_metric", lambda *_: None)(f"games/{name}", value)
-        for verdict, reward in zip(verdicts, rewards, strict=True):
+        texts = [completion_text(completion) for completion in completions]
+        targets, group = columns["target"], self._config.generations
+        self.totals = [
+            sum(values) + self._config.cut_off_price * late
+            for *values, late in zip(
+                function_works(completions, **columns), no_cheating(completions, **columns), rewards,
+                ends_in_time(completions, **columns), strict=True)
+        ]  # fmt: skip
+        self.summary = StepSummary.of(texts, verdicts, rewards, self.totals, group, target=max(targets), **known)
+        for name, value in self.summary.curves().items():
+            columns.get("log_metric", lambda *_: None)(name, value)
+        for i in range(0, len(verdicts), group):
+            results = [result for verdict in verdicts[i : i + group] for result in verdict.results]
+            self._curriculum.record(targets[i], statistics.fmean(r.outcome == "success" for r in results))
+        self._steps += 1
+        for verdict in verdicts:
             if verdict.source and verdict.works == "load" and not verdict.cheating:
-                self.finalists[verdict.source] = max(reward, self.finalists.get(verdict.source, reward))
-        best = sorted(self.finalists.items(), key=lambda item: item[1], reverse=True)
+                tile = statistics.fmean(result.max_tile for result in verdict.results)
+                self.finalists[verdict.source] = max((tile, self._steps), self.finalists.get(verdict.source, (0.0, 0)))
+        best = sorted(self.finalists.items(), key=itemgetter(1), reverse=True)  # of equal ones, the latest
         self.finalists = dict(best[: self.FINALISTS])
         rows = [
-            {"text": completion_text(completion), "reward": reward, **dataclasses.asdict(verdict)}
-            for completion, reward, verdict in zip(completions, rewards, verdicts, strict=True)
+            {"text": text, "reward": reward, **dataclasses.asdict(verdict)}
+            for text, reward, verdict in zip(texts, rewards, verdicts, strict=True)
         ]
         state = columns.get("trainer_state")
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step + 1 if state else None, "completions": rows}) + "\n")
+            step = {"step": state.global_step + 1 if state else None, "target": max(targets), "completions": rows}
+            file.write(json.dumps(step) + "\n")
 
 
-def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
-    """One row per group: a prompt, and the boards that all of its completions play.  A new group, new boards."""
-    groups = config.steps * config.batch_size * config.accumulation // config.generations
-    game = {"size": config.size, "target": config.target, "keys": config.keys, "timeout": config.timeout,
-            "flat_reward": config.flat_reward}  # fmt: skip
-    rows = []
-    for group in range(groups):
-        prompt = build_prompt(config.size, config.target, config.keys, wording=group % (len(WORDINGS) - 1))
-        seeds = list(board_seeds(config.boards, config.seed, group))
-        rows.append({"prompt": [{"role": "user", "content": prompt}], "seeds": seeds, **game})
-    return rows
+def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]:
+    """What a group is given: a prompt, and the boards that all of its completions play.  A new group, new boards."""
+    prompt = build_prompt(config.size, target, config.keys, wording=group % config.wordings)
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "seeds": board_seeds(config.boards, config.seed, group),
+        "size": config.size,
+        "target": target,
+        "keys": config.keys,
+        "timeout": config.timeout,
+        "flat_reward": config.flat_reward,
+        "max_new_tokens": config.max_new_tokens,
+    }
 
 
-def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log: RolloutLog) -> Any:
-    """TRL's GRPOTrainer, as the config says."""
-    import torch
+def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
+    """A datasets.Dataset with one row per group, made when it is asked for: at the curriculum's target by then."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+
+    def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        made = [training_row(config, group, curriculum.target) for group in batch["group"]]
+        return {name: [row[name] for row in made] for name in made[0]}
+
+    groups = config.steps * config.batch_size * config.accumulation // config.generations
+    return Dataset.from_dict({"group": list(range(groups))}).with_transform(rows)
+
+
+def random_moves_win(config: TrainConfig, target: int) -> float:
+    """Share of 16 boards of their own on which random legal moves make the target."""
+    seeds = board_seeds(16, config.seed, "random moves")
+    source = control_strategies(config.keys)["random"]
+    results = execute_strategies([source], seeds, config.size, target, config.keys, config.timeout)[0]
+    return statistics.fmean(result.outcome == "success" for result in results)
+
+
+def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
+    """A batch whose loss is that of the groups with spread alone; unchanged where there is none or only such.
+
+    A flat group has no gradient but counts in the loss's mean, over completions or over tokens: the advantages of the
+    others are raised by as much.
+    """
+    import torch
+
+    if all(flat) or not any(flat):
+        return batch
+    advantages = batch["advantages"]  # (B,)
+    kept = ~torch.tensor(flat, device=advantages.device).repeat_interleave(len(advantages) // len(flat))  # (B,)
+    weights = batch["completion_mask"].sum(1) if by_token else torch.ones_like(advantages)  # (B,)
+    return batch | {"advantages": advantages * kept * weights.sum() / (weights * kept).sum()}
+
+
+def divergence_from_start(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> float:
+    """KL divergence, in nats a token, of the model from itself without adapters.
+
+    Exact over the vocabulary, at the first tokens of a batch's first completions.
+    """
+    import torch
+
+    total, count = 0.0, 0
+    for row in range(min(rows, len(batch["completion_ids"]))):
+        prompt, answer = (
+            batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
+        )
+        ids = torch.cat((prompt, answer[:tokens]))[None]  # (1, P + T)
+        with torch.no_grad():
+            now = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+            with model.disable_adapter():
+                start = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+        total += (now.exp() * (now - start)).sum().item()
+        count += len(now)
+    return total / max(1, count)
+
+
+KL_EVERY = 10  # steps
+
+
+def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
+    """TRL's GRPOTrainer without the flat groups; with seconds and, on some steps, the KL divergence as curves."""
+    from trl import GRPOTrainer
+
+    class Trainer(GRPOTrainer):  # type: ignore[misc]
+        step_began = 0.0
+        divergence: float | None = None  # from the start; None on most steps
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            started = time.perf_counter()
+            batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            self.rollout_seconds = time.perf_counter() - started
+            self.divergence = None
+            if self.beta == 0 and self.state.global_step % KL_EVERY == 0:
+                with self.compute_loss_context_manager():
+                    self.divergence = divergence_from_start(self.model, batch)
+            if not skip_flat_groups:
+                return batch
+            flat = flat_groups(rollouts.totals, self.num_generations)
+            return without_flat_groups(batch, flat, by_token=self.loss_type in ("dapo", "bnpo"))
+
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs and rollouts.summary:
+                scoring = rollouts.summary.scoring_seconds
+                logs["seconds/score"] = scoring
+                logs["seconds/generate"] = self.rollout_seconds - scoring
+                logs["seconds/update"] = time.perf_counter() - self.step_began - self.rollout_seconds
+                if self.divergence is not None:
+                    logs["kl"] = self.divergence
+            super().log(logs, *args, **kwargs)
+
+    return Trainer
+
+
+def make_trainer(
+    model: Any, tokenizer: Any, config: TrainConfig, run: Path, log: RolloutLog, curriculum: Curriculum
+) -> Any:
+    """The trainer, as the config says."""
+    import torch
+    from trl import GRPOConfig
 
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run)
     gpu = torch.cuda.is_available()
+    decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
     arguments = GRPOConfig(
         output_dir=str(run),
         max_steps=config.steps,
@@ -2060,15 +2300,19 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log
         gradient_accumulation_steps=config.accumulation,
         num_generations=config.generations,
         max_completion_length=config.max_new_tokens,
+        chat_template_kwargs=template_arguments(config.reasoning),
         temperature=config.temperature,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="linear",
-        warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
+        lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
+        lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
+        warmup_steps=config.warmup_steps,
         weight_decay=config.weight_decay,
         optim="adamw_8bit" if gpu else "adamw_torch_fused",
         loss_type=config.loss_type,
         scale_rewards=config.scale_rewards,
         entropy_coef=config.entropy_coef,
+        beta=config.beta,
+        reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
         save_steps=config.save_steps,
@@ -2081,12 +2325,12 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, log
         dataloader_pin_memory=gpu,
     )
     first, *others = REWARDS
-    return GRPOTrainer(
+    return trainer_class(log, config.skip_flat_groups)(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=[log.around(first), *others],
+        reward_funcs=[log.around(first), *others, ends_in_time],
         args=arguments,
-        train_dataset=Dataset.from_list(training_rows(config)),
+        train_dataset=training_set(config, curriculum),
     )
 
 
@@ -2098,11 +2342,13 @@ class Watcher:
     """
 
     REPEAT = 10  # steps until a trouble that goes on is named again
+    KL = 2.0  # nats a token; runs that learn stay below 0.2, one that lost all its searches came to 0.9
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, rising: bool = False) -> None:
+        self._patience, self._rising = patience, rising  # whether the curriculum raises the target by itself
         self._trouble, self._lasted = "", 0
         self._first_entropies: list[float] = []
+        self._target, self._at_target = 0, 0  # and the steps since it came
         self.lost_steps = 0  # in a row, without anything to learn
 
     @property
@@ -2112,71 +2358,106 @@ class Watcher:
 
     def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         """What to say after a step, or "".  `logs` are TRL's metrics of the step."""
-        no_spread = logs.get("frac_reward_zero_std", 0.0) >= 1.0
-        nothing_to_learn = step.works == 0 or (no_spread and step.won < 1)
+        nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
-        trouble = self._name(step, logs, no_spread)
+        self._at_target = self._at_target + 1 if step.target == self._target else 1
+        self._target = step.target
+        trouble = self._name(step, logs)
         self._lasted = self._lasted + 1 if trouble == self._trouble else 0
         self._trouble = trouble
         return trouble if self._lasted % self.REPEAT == 0 else ""
 
-    def _name(self, step: StepSummary, logs: Mapping[str, float], no_spread: bool) -> str:
+    def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         entropy = logs.get("entropy", 0.0)
         if len(self._first_entropies) < 5:
             self._first_entropies.append(entropy)
-        usual = statistics.fmean(self._first_entropies)
-        if logs.get("completions/clipped_ratio", 0.0) >= 0.8:
-            return "nearly all completions are cut off at the length limit: raise --max-new-tokens"
-        if step.works <= 0.1:
-            return "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint"
-        if no_spread and step.won == 1:
-            return "every game is won, there is nothing left to learn from: raise --target"
-        if no_spread and step.identical:
-            return "collapsed, all completions are equal: lower --learning-rate, or raise --entropy-coef a little"
-        if no_spread:
-            return "all rewards of a group are equal, so there is no gradient: raise --generations or --boards"
-        if step.timeouts > 0.5:
-            return "the clock ends most games: the programs are too slow for --timeout"
-        if entropy > 3 * usual + 0.5:
-            return "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate"
-        return ""
+        usual, no_spread, all_won = statistics.fmean(self._first_entropies), step.flat == 1, step.won == 1
+        troubles = {  # the first that holds is named
+            "nearly all completions are cut off at the length limit: raise --max-new-tokens, or take --reasoning none":
+                logs.get("completions/clipped_ratio", 0.0) >= 0.8,
+            "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint":
+                step.works <= 0.1,
+            "every game is won, there is nothing left to learn from: raise --target, or drop --no-curriculum":
+                no_spread and all_won and not self._rising,
+            "collapsed, all completions are equal: lower --learning-rate, or hold the model with --beta":
+                no_spread and step.identical and not all_won,
+            "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
+                no_spread and not all_won,
+            "most completions cheat, and do not play (`cheating` in rollouts.jsonl says how): lower --learning-rate":
+                step.cheating > 0.5,
+            "the clock ends most games: the programs are too slow for --timeout": step.outcomes["timeout"] > 0.5,
+            "the jail ends most games (`detail` in rollouts.jsonl says why): lower --temperature or --learning-rate":
+                step.jailed > 0.5,
+            "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate":
+                entropy > 3 * usual + 0.5,
+            "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
+                logs.get("kl", 0.0) > self.KL,
+            "random moves would do as well: only a higher target shows skill (--target, or the curriculum's next)":
+                self._at_target > self.REPEAT and step.won <= step.random_won,
+        }  # fmt: skip
+        return next((trouble for trouble, holds in troubles.items() if holds), "")
 
 
-def step_reporter(log: RolloutLog, watcher: Watcher, progress: Progress, steps: int) -> Any:
-    """A trainer callback that prints a readable line per step, and the watcher's word; it stops a collapsed run."""
+def step_reporter(
+    trainer: Any, log: RolloutLog, curriculum: Curriculum, watcher: Watcher, progress: Progress, config: TrainConfig
+) -> Any:
+    """A trainer callback that prints a readable line per step, and the watcher's word.
+
+    It skips the optimizer's step where there is no gradient, stops a collapsed run or one whose minutes are over, and
+    keeps the curriculum in the checkpoints.
+    """
     from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
 
-    task = progress.add_task("training", total=steps)
+    end = time.monotonic() + 60 * config.minutes if config.minutes else math.inf
+    task = progress.add_task("training", total=config.steps)
+    say = partial(progress.console.print, highlight=False, soft_wrap=True)
 
-    class StepReporter(TrainerCallback):  # type: ignore[misc]
-        started = 0.0
+    class StepReporter(TrainerCallback, ExportableState):  # type: ignore[misc]
+        target = 0
+
+        def __init__(self) -> None:
+            self.distinct: list[float] = []  # a step each
+            self.flat: list[float] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.started = time.perf_counter()
+            trainer.step_began = time.perf_counter()
+
+        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            if config.skip_flat_groups and config.beta == 0 and log.summary and log.summary.flat == 1:
+                optimizer.zero_grad()  # neither momentum nor an entropy bonus alone may move the weights
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             step = log.summary
             if step is None or "loss" not in logs:
                 return
-            progress.console.print(
-                f"step {state.global_step:{len(str(steps))}d}/{steps}  reward {step.reward:5.2f} ±{step.spread:5.2f}  "
-                f"won {step.won:4.0%}  loads {step.works:4.0%}  distinct {step.distinct:4.0%}  "
-                f"{logs.get('completions/mean_length', 0):3.0f} tokens  {time.perf_counter() - self.started:4.1f} s",
-                highlight=False,
-                soft_wrap=True,
+            self.distinct.append(step.distinct)
+            self.flat.append(step.flat)
+            if step.target != self.target:
+                say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
+                self.target = step.target
+            seconds = time.perf_counter() - trainer.step_began
+            say(
+                f"step {state.global_step:{len(str(config.steps))}d}/{config.steps}  "
+                f"reward {step.reward:5.2f} ±{step.spread:5.2f}  won {step.won:4.0%} at {step.target}  "
+                f"loads {step.works:4.0%}  distinct {step.distinct:4.0%}  "
+                f"{logs.get('completions/mean_length', 0):3.0f} tokens  {seconds:4.1f} s"
+                + (f"  no gradient in {step.flat:.0%} of groups" if step.flat else "")
             )
             progress.update(task, completed=state.global_step)
             if word := watcher.look(step, logs):
-                progress.console.print(f"  watch out: {word}", style="bold yellow", highlight=False, soft_wrap=True)
-            if watcher.collapsed:
+                say(f"  watch out: {word}", style="bold yellow")
+            if watcher.collapsed or time.monotonic() > end:
                 control.should_save = control.should_training_stop = True
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": curriculum.state()}
 
     return StepReporter()
 
 
-def best_program(log: RolloutLog, config: TrainConfig) -> str | None:
-    """Of the programs with the best rewards, the one that scores most when it plays boards of neither set on."""
-    sources = list(log.finalists)
+def best_program(sources: Sequence[str], config: TrainConfig) -> str | None:
+    """Of the programs with the largest tiles, the one that scores most when it plays boards of neither set on."""
     seeds = board_seeds(4, config.seed, "final")
     played = execute_strategies(sources, seeds, config.size, TO_THE_END, config.keys, config.timeout)
     ranked = sorted(zip(played, sources, strict=True), key=lambda row: sum(result.score for result in row[0]))
@@ -2197,29 +2478,51 @@ def make_run_folder(config: TrainConfig) -> Path:
     return run
 
 
-def learn(
-    model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console
-) -> tuple[RolloutLog, Watcher, int]:
-    """All training steps, or those until a collapse; the adapter is left in the run's folder.  Also the last step."""
+@dataclass(frozen=True)
+class Training:
+    """What a run's training came to."""
+
+    steps: int
+    minutes: float
+    target: int  # the curriculum's last
+    distinct: float  # programs, as a share of a group's completions; mean over the steps
+    zero_spread: float  # share of groups without spread
+    collapsed: bool
+    finalists: tuple[str, ...]  # the programs with the largest tiles
+
+
+def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Training:
+    """All training steps, or those until a collapse or the end of time; the adapter is left in the run's folder."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from transformers import PrinterCallback
 
-    log, watcher = RolloutLog(run / "rollouts.jsonl"), Watcher(config.patience)
-    trainer = make_trainer(model, tokenizer, config, run, log)
+    started = time.monotonic()
+    curriculum = Curriculum(config.target, config.curriculum)
+    log, watcher = RolloutLog(run / "rollouts.jsonl", config, curriculum), Watcher(config.patience, config.curriculum)
+    trainer = make_trainer(model, tokenizer, config, run, log, curriculum)
     trainer.remove_callback(PrinterCallback)  # the raw dictionaries
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        trainer.add_callback(step_reporter(log, watcher, progress, config.steps))
+        reporter = step_reporter(trainer, log, curriculum, watcher, progress, config)
+        trainer.add_callback(reporter)
         trainer.train()
     model.save_pretrained(run / "adapter")
     tokenizer.save_pretrained(run / "adapter")
-    return log, watcher, trainer.state.global_step
+    return Training(
+        steps=trainer.state.global_step,
+        minutes=round((time.monotonic() - started) / 60, 2),
+        target=curriculum.target,
+        distinct=round(statistics.fmean(reporter.distinct), 4),
+        zero_spread=round(statistics.fmean(reporter.flat), 4),
+        collapsed=watcher.collapsed,
+        finalists=tuple(log.finalists),
+    )
 
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after, save.  Returns what --json prints."""
     started = time.monotonic()
-    check_model(config.model)
+    check_model(config.model, config.reasoning)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = make_run_folder(config)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -2227,9 +2530,9 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     model = add_adapters(model, config)
     say(f"playing {config.games} held-out boards with the untrained model")
     before = evaluate_model(model, tokenizer, config)
-    log, watcher, steps = learn(model, tokenizer, config, run, console)
-    if watcher.collapsed:
-        say(f"stopped at step {steps}: nothing to learn for {watcher.lost_steps} steps in a row (--patience)")
+    training = learn(model, tokenizer, config, run, console)
+    if training.collapsed:
+        say(f"stopped at step {training.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     say(f"playing {config.games} held-out boards with the trained model")
     after = evaluate_model(model, tokenizer, config)
     say("playing them with both controls")
@@ -2238,13 +2541,12 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         "after": dataclasses.asdict(after),
         "controls": evaluate_controls(config),
         "best": None,
-        "steps": steps,
-        "collapsed": watcher.collapsed,
+        **{name: value for name, value in vars(training).items() if name != "finalists"},
         "run": str(run),
         "jailed": pool.jailed,
     }
     say("choosing the best program of the run, and playing them with it")
-    source = best_program(log, config)
+    source = best_program(training.finalists, config)
     if source is not None:
         (run / "best_strategy.py").write_text(source + "\n", encoding="utf-8")
         result["best"] = dataclasses.asdict(evaluate_strategy(source, config))
@@ -2307,7 +2609,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     if (Path(config.model) / "adapter").is_dir():  # a run's folder
         config.model = str(Path(config.model) / "adapter")
     if source is None:
-        check_model(config.model)
+        check_model(config.model, config.reasoning)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     if source is not None:
         if pool.judge([Job(source, ())])[0].works == "none":
@@ -2371,11 +2673,14 @@ def watch(result: GameResult, config: PlayConfig, console: Console) -> None:
 
 
 _RANGES = {
-    "steps": (1, 10**7), "generations": (2, 1024), "batch_size": (1, 1024), "accumulation": (1, 1024),
-    "boards": (1, 64), "learning_rate": (0.0, 1.0), "warmup_ratio": (0.0, 0.999), "weight_decay": (0.0, 1.0),
-    "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
-    "max_seq_length": (32, 1 << 20), "max_new_tokens": (1, 1 << 20), "save_steps": (1, 10**7), "patience": (1, 10**7),
-    "seed": (0, 2**32 - 1), "games": (1, 10**4), "timeout": (0.01, 3600.0), "delay": (0.0, 60.0),
+    "steps": (1, 10**7), "minutes": (0.0, 10**6), "generations": (2, 1024), "batch_size": (1, 1024),
+    "accumulation": (1, 1024), "boards": (1, 64), "wordings": (1, len(WORDINGS) - 1), "learning_rate": (0.0, 1.0),
+    "warmup_steps": (0.0, 10**6), "decay_steps": (0.0, 10**6),
+    "weight_decay": (0.0, 1.0), "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0),
+    "beta": (0.0, 100.0), "cut_off_price": (0.0, 100.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
+    "max_new_tokens": (1, 1 << 20), "max_seq_length": (0, 1 << 20), "save_steps": (1, 10**7), "patience": (1, 10**7),
+    "seed": (0, 2**32 - 1), "games": (1, 10**4), "eval_batch_size": (1, 1024), "timeout": (0.01, 3600.0),
+    "delay": (0.0, 60.0),
 }  # fmt: skip
 
 
@@ -2391,15 +2696,20 @@ def check_config(config: TrainConfig | EvalConfig | PlayConfig) -> None:
         raise UsageError(f"--{error}") from None
     if isinstance(config, PlayConfig) and not config.seeds:
         raise UsageError("--seeds needs at least one number")
-    if isinstance(config, TrainConfig) and (
-        config.run_name != Path(config.run_name).name or config.run_name == ".."
-    ):
+    if isinstance(config, TrainConfig) and (config.run_name != Path(config.run_name).name or config.run_name == ".."):
         raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
     if isinstance(config, TrainConfig) and config.batch_size * config.accumulation % config.generations:
         raise UsageError(
             f"--batch-size times --accumulation ({config.batch_size * config.accumulation}) must be a multiple of "
             f"--generations ({config.generations})"
         )
+
+
+def _given(argv: Sequence[str], flag: str, choices: Container[str] | None, default: str) -> Any:
+    """The value that a flag has on the command line, or the default; wrong ones are left to tyro's complaint."""
+    values = [after if name == flag else name.removeprefix(f"{flag}=") for name, after in pairwise([*argv, ""])
+              if name == flag or name.startswith(f"{flag}=")]  # fmt: skip
+    return values[-1] if values and (choices is None or values[-1] in choices) else default
 
 
 def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
@@ -2410,12 +2720,13 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
     if command == "train" and argv[:1] in (["-h"], ["--help"]):
         print(__doc__)
     kinds: dict[str, Any] = {"train": TrainConfig, "eval": EvalConfig, "play": PlayConfig}
-    default = None
-    if command == "train":  # the defaults, and what --help says of them, are the chosen model's
-        given = [value for flag, value in pairwise(argv) if flag == "--model"]
-        given += [value.partition("=")[2] for value in argv if value.startswith("--model=")]
-        model = resolve_model(given[-1] if given else "auto")
-        default = TrainConfig(**TINY) if model == "tiny" else TrainConfig(model=model)
+    reasoning = _given(argv, "--reasoning", REASONING, "none")
+    default: Any = None  # the numbers, and what --help says of them, are those of what was chosen
+    if command == "train":
+        recipe = _given(argv, "--recipe", ("stable", "published"), "stable")
+        default = train_defaults(resolve_model(_given(argv, "--model", None, "auto")), recipe, reasoning)
+    elif command == "eval":
+        default = EvalConfig(model=tyro.MISSING, reasoning=reasoning, max_new_tokens=REASONING[reasoning])
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -2431,7 +2742,11 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
         raise UsageError(f"{said} (see gpt_2048_rl.py {command} --help)") from None
     if isinstance(config, TrainConfig):
         config.model = resolve_model(config.model)
+    if not isinstance(config, PlayConfig):
+        config.max_seq_length = config.max_seq_length or 568 + config.max_new_tokens
     check_config(config)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("more than one process is not supported yet: start it with python, without torchrun")
     return config
 
 

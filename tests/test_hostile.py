@@ -433,8 +433,8 @@ def test_the_pool_still_gives_right_answers(aftermath: Aftermath) -> None:
 
 @pytest.mark.parametrize("name", ["50,000 minus signs", "30,000 brackets", "sys.exit", "fork bomb", "null byte"])
 def test_hostile_completion_goes_through_all_rewards(pool: program.Pool, name: str) -> None:
-    """What killed in-process trainers, as a completion: three numbers."""
+    """What killed in-process trainers, as a completion: a number for each."""
     completion = f"```python\n{BATTERY[name][0]}\n```"
     values = [reward([completion], seeds=[[1]], timeout=[1.0])[0] for reward in program.REWARDS]
-    assert len(values) == 3
+    assert all(type(value) is float for value in values)
     assert all(-20 <= value <= 1 for value in values)

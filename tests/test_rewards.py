@@ -21,7 +21,7 @@ RANDOM = fenced(RANDOM_SOURCE)
 
 
 def rewards(completion: Any, **columns: Any) -> list[float]:
-    """The three rewards of one completion; a column is given as its one entry."""
+    """The rewards of one completion; a column is given as its one entry."""
     lists = {name: [value] for name, value in {"seeds": [1, 2], **columns}.items()}
     return [reward([completion], **lists)[0] for reward in REWARDS]
 
@@ -193,6 +193,12 @@ def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
     assert far == pytest.approx(-1 + 3 * 3 / 11)
 
 
+def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
+    """What stands behind the closing fence cost nothing: one run's answers grew from 19 tokens to the limit of 200."""
+    assert program.ends_in_time(["x"] * 3, completion_ids=[[1], [1] * 8, [1] * 7], max_new_tokens=[8] * 3) == [0, -1, 0]
+    assert program.ends_in_time(["x"]) == [0]
+
+
 def test_without_columns_the_default_boards_are_played(pool: program.Pool) -> None:
     """As a reader would call it by hand."""
     assert [game.seed for game in program.judge([LEFT])[0].results] == list(program.BOARDS)
@@ -236,7 +242,7 @@ def strategy(board):
 
 
 def total(source: str, boards: int = 2) -> float:
-    """The sum of the three rewards on 4x4 boards with a far target: random play is far from winning there."""
+    """The sum of the rewards on 4x4 boards with a far target: random play is far from winning there."""
     return sum(rewards(fenced(source), seeds=list(range(boards)), size=4, target=1024, timeout=1.0))
 
 

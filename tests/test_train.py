@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,19 @@ def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_prompt_opens_the_final_channel(base: Path) -> None:
-    """Without it a harmony model spends the tokens of the limit on an analysis."""
+    """Without it a harmony model spends the tokens of the limit on an analysis; with an effort it is meant to.
+
+    An adapter keeps its template, so the opening may be there already: once is enough, and it can be taken off again.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)
-    for _ in range(2):  # once is enough, and twice does no more
-        program.answer_at_once(tokenizer)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
-    assert text == "<|start|>user<|message|>x<|end|><|start|>assistant<|channel|>final<|message|>"
+    asked = [{"role": "user", "content": "x"}]
+    for reasoning, end in (("none", "<|channel|>final<|message|>"), ("low", "")) * 2:
+        for _ in range(2):
+            program.open_channel(tokenizer, reasoning)
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert text == f"<|start|>user<|message|>x<|end|><|start|>assistant{end}"
 
 
 def test_the_result_has_the_promised_fields(trained: Run) -> None:
@@ -136,14 +142,104 @@ def test_checkpoints_curves_and_adapter_are_written(trained: Run) -> None:
     assert json.loads((trained.folder / "config.json").read_text())["generations"] == GENERATIONS
 
 
-def test_curves_hold_rewards_and_games(trained: Run) -> None:
+@pytest.fixture(scope="session")
+def curves(trained: Run) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves: (step, value) pairs by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(trained.folder))
     events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {"train/games/won", "train/games/distinct", "train/reward", "train/rewards/strategy_succeeds/mean"} <= tags
-    assert [event.step for event in events.Scalars("train/games/won")] == [1, 2]
+    return {
+        tag.removeprefix("train/"): [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["reward", "rewards/strategy_succeeds/mean", "games/won", "games/distinct", "games/target", "games/random_won",
+     "outcomes/lost", "outcomes/timeout", "reached/64", "reached/2048", "frac_reward_zero_std", "entropy",
+     "completions/mean_length", "completions/clipped_ratio", "seconds/generate", "seconds/score", "seconds/update"],
+)  # fmt: skip
+def test_there_is_a_curve_with_a_point_for_every_step(curves: dict[str, list[tuple[int, float]]], name: str) -> None:
+    assert [step for step, _ in curves[name]] == [1, 2]
+
+
+def test_the_divergence_is_sampled_where_the_loss_has_none(curves: dict[str, list[tuple[int, float]]]) -> None:
+    """Of the first step and of every tenth; an adapter that has learned nothing yet is where it started."""
+    assert [step for step, _ in curves["kl"]] == [1]
+    assert curves["kl"][0][1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_shares_of_games_add_up(curves: dict[str, list[tuple[int, float]]]) -> None:
+    assert sum(curves[f"outcomes/{outcome}"][0][1] for outcome in program.OUTCOMES) == pytest.approx(1.0)
+
+
+def test_checkpoints_keep_the_curriculum(trained: Run) -> None:
+    curriculum = program.Curriculum(2)
+    curriculum.restore(trained.folder / "checkpoint-2")
+    won = [
+        sum(game["outcome"] == "success" for row in step["completions"] for game in row["results"])
+        / (2 * len(step["completions"]))
+        for step in trained.rollouts
+    ]
+    assert curriculum.state() == {"target": 512, "recent": pytest.approx(won)}
+
+
+@pytest.fixture(scope="session")
+def loaded(base: Path) -> tuple[Any, Any]:
+    """Model and tokenizer as train has them."""
+    config = program.train_defaults("tiny", "stable", "none")
+    model, tokenizer = program.load_model("tiny", config, lambda _: None)
+    return program.add_adapters(model, config), tokenizer
+
+
+def test_the_effort_reaches_the_chat_template(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    """In training and in evaluation.  Where there is no analysis it is named low: gpt-oss would be told medium."""
+    model, tokenizer = loaded
+    for reasoning, effort in (("none", "low"), ("high", "high")):
+        config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1, max_seq_length=569)  # type: ignore[arg-type]
+        curriculum = program.Curriculum(2048)
+        log = program.RolloutLog(tmp_path / "rollouts.jsonl", config, curriculum)
+        trainer = program.make_trainer(model, tokenizer, config, tmp_path, log, curriculum)
+        assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
+        before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
+        with pytest.raises(Exception, match=effort):
+            program.sample_completions(model, tokenizer, "x", 1, config)
+        tokenizer.chat_template = before
+
+
+def test_the_divergence_is_that_of_two_distributions(loaded: tuple[Any, Any]) -> None:
+    """Against torch's own, over whole rows, for an adapter that is not zero; padding changes nothing."""
+    import torch
+
+    model, tokenizer = loaded
+    generator = torch.Generator().manual_seed(1)
+    for name, weights in model.named_parameters():
+        if "lora_B" in name:
+            weights.data.normal_(std=0.02, generator=generator)
+    prompt, answer = ([tokenizer(text)["input_ids"] for text in pair] for pair in (("a board", "b"), ("up", "down it")))
+    total, tokens = 0.0, 0
+    for row in range(2):
+        ids = torch.tensor([prompt[row] + answer[row]])
+        with torch.no_grad():
+            now = model(ids).logits[:, len(prompt[row]) - 1 : -1].log_softmax(-1)
+            with model.disable_adapter():
+                start = model(ids).logits[:, len(prompt[row]) - 1 : -1].log_softmax(-1)
+        total += torch.nn.functional.kl_div(start, now, log_target=True, reduction="sum").item()
+        tokens += len(answer[row])
+
+    def padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(map(len, rows))
+        fill = [[0] * (width - len(row)) for row in rows]
+        ids = [pad + row if left else row + pad for row, pad in zip(rows, fill, strict=True)]
+        mask = [pad + [1] * len(row) if left else [1] * len(row) + pad for row, pad in zip(rows, fill, strict=True)]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    batch = dict(zip(names, (*padded(prompt, left=True), *padded(answer, left=False)), strict=True))
+    assert total > 0
+    assert program.divergence_from_start(model, batch) == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_training_changes_the_adapter(trained: Run) -> None:
@@ -154,6 +250,38 @@ def test_training_changes_the_adapter(trained: Run) -> None:
     learned = {name for name, tensor in weights.items() if "lora_B" in name and tensor.abs().max() > 0}
     assert any("self_attn" in name for name in learned)
     assert any("experts" in name for name in learned)
+
+
+def test_groups_of_a_step_and_a_target_that_climbs(base: Path, tmp_path: Path) -> None:
+    """Two groups, gathered over four forward passes; games that are won by any key raise the target: 4, 8, 16."""
+    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "target": 4, "games": 2,
+               "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
+    flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+    done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "climbs" / "rollouts.jsonl").read_text().splitlines()]
+    targets = [step["target"] for step in steps]
+    assert len(targets) == 7
+    assert targets == sorted(targets)
+    assert targets[-1] > targets[0] == 4
+    assert json.loads(done.stdout)["target"] >= targets[-1]
+    assert [f"the target is {target}:" in done.stderr for target in (4, targets[-1])] == [True, True]
+    for step in steps:
+        boards = [tuple(game["seed"] for game in row["results"]) for row in step["completions"]]
+        assert [len(set(boards[:4])), len(set(boards[4:])), len(set(boards))] == [1, 1, 2]
+        for row in step["completions"]:
+            for game in row["results"]:
+                assert (game["outcome"] == "success") == (game["max_tile"] >= step["target"])
+
+
+def test_a_damaged_adapter_gets_one_line(trained: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained.folder / "adapter", tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = run("eval", folder, "--games", "4")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: model")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_trained_adapter_can_be_evaluated(trained: Run) -> None:

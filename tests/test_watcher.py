@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 import gpt_2048_rl as program
 from tests.test_cli import run
 
-HEALTHY = program.StepSummary(won=0.4, works=0.9, distinct=0.9, reward=8.0, spread=8.0, identical=False,
-                              largest_tile=512, timeouts=0.0, scoring_seconds=1.0)  # fmt: skip
-FLAT = {"frac_reward_zero_std": 1.0}
+HEALTHY = program.StepSummary(
+    target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,
+    spread=8.0, largest_tile=512, tiles={512: 1.0}, outcomes=dict.fromkeys(program.OUTCOMES, 0.0), jailed=0.0,
+    scoring_seconds=1.0)  # fmt: skip
 
 
 def test_a_healthy_step_is_silent() -> None:
-    logs = {"frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.1, "entropy": 0.4}
+    logs = {"completions/clipped_ratio": 0.1, "entropy": 0.4, "kl": 0.1}
     assert program.Watcher(patience=3).look(HEALTHY, logs) == ""
 
 
@@ -26,14 +30,17 @@ def test_a_healthy_step_is_silent() -> None:
     [
         ({}, {"completions/clipped_ratio": 0.9}, "--max-new-tokens"),
         ({"works": 0.05}, {}, "valid code"),
-        ({"identical": True, "won": 0.0}, FLAT, "all completions are equal"),
-        ({"won": 0.0}, FLAT, "no gradient"),
-        ({"won": 1.0, "identical": True}, FLAT, "raise --target"),
-        ({"timeouts": 0.7}, {}, "--timeout"),
+        ({"identical": True, "flat": 1.0}, {}, "all completions are equal"),
+        ({"flat": 1.0}, {}, "no gradient"),
+        ({"won": 1.0, "flat": 1.0, "identical": True}, {}, "raise --target"),
+        ({"cheating": 0.7}, {}, "cheat"),
+        ({"outcomes": {"timeout": 0.7}}, {}, "--timeout"),
+        ({"jailed": 0.7}, {}, "the jail ends most games"),
+        ({}, {"kl": 9.0}, "KL runs away"),
     ],
 )
-def test_a_trouble_is_named_with_its_remedy(change: dict[str, float], logs: dict[str, float], named: str) -> None:
-    step = dataclasses.replace(HEALTHY, **change)  # type: ignore[arg-type]
+def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[str, float], named: str) -> None:
+    step = dataclasses.replace(HEALTHY, **change)
     assert named in program.Watcher(patience=3).look(step, logs)
 
 
@@ -54,26 +61,57 @@ def test_a_trouble_that_lasts_is_named_now_and_then() -> None:
 
 def test_collapse_is_proven_by_lost_steps_in_a_row() -> None:
     watcher = program.Watcher(patience=3)
-    lost = dataclasses.replace(HEALTHY, won=0.0)
-    for logs in (FLAT, FLAT, {}, FLAT, FLAT):  # one step with a gradient begins the count anew
-        watcher.look(lost, logs)
+    for flat in (1.0, 1.0, 0.5, 1.0, 1.0):  # one step with a gradient begins the count anew
+        watcher.look(dataclasses.replace(HEALTHY, flat=flat), {})
         assert not watcher.collapsed
-    watcher.look(lost, FLAT)
+    watcher.look(dataclasses.replace(HEALTHY, flat=1.0), {})
     assert watcher.collapsed
 
 
 def test_a_solved_task_is_no_collapse() -> None:
     watcher = program.Watcher(patience=1)
-    watcher.look(dataclasses.replace(HEALTHY, won=1.0), FLAT)
+    watcher.look(dataclasses.replace(HEALTHY, won=1.0, flat=1.0), {})
     assert not watcher.collapsed
 
 
+def test_a_solved_task_is_no_trouble_where_the_target_climbs() -> None:
+    solved = dataclasses.replace(HEALTHY, won=1.0, random_won=0.5, flat=1.0, identical=True)
+    assert program.Watcher(patience=1, rising=True).look(solved, {}) == ""
+
+
+def test_it_is_said_when_random_moves_would_do_as_well() -> None:
+    """Not of the first steps at a target, for which nobody could be better yet."""
+    watcher = program.Watcher(patience=20)
+    said = [watcher.look(dataclasses.replace(HEALTHY, target=target), {}) for target in [2048] * 12 + [4096] * 10]
+    assert [i for i, word in enumerate(said) if "random moves would do as well" in word] == [10]
+    better = dataclasses.replace(HEALTHY, target=4096, random_won=0.3)
+    assert watcher.look(better, {}) == ""
+
+
+@pytest.mark.parametrize(("minutes", "stops"), [(1e-9, True), (60.0, False), (0.0, False)])
+def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) -> None:
+    """After a step, and saved."""
+    config = program.TrainConfig(minutes=minutes)
+    with Progress(disable=True) as progress:
+        reporter = program.step_reporter(
+            SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY),  # type: ignore[arg-type]
+            program.Curriculum(2048), program.Watcher(20), progress, config)  # fmt: skip
+        control = SimpleNamespace(should_save=False, should_training_stop=False)
+        reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
+    assert (control.should_save, control.should_training_stop) == (stops, stops)
+
+
 def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
-    """A model of random weights writes noise for ever: two lost steps end it, saved, with exit code 3."""
+    """A model of random weights writes noise for ever: two lost steps end it, saved, with exit code 3.
+
+    All rewards are equal but an entropy bonus is not, which alone must not move the weights.
+    """
+    from safetensors.torch import load_file
+
     program.prepare_environment(offline=True)
     noise = program.warm_start(tmp_path / "noise", config=program.TinyConfig(steps=1, batch=4, corpus=50))
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "target": 64,
-               "max-new-tokens": 8, "patience": 2}  # fmt: skip
+               "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)
     assert done.returncode == 3, done.stderr
@@ -81,3 +119,6 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     assert (result["steps"], result["collapsed"], result["best"]) == (2, True, None)
     assert "watch out: " in done.stderr
     assert (tmp_path / "lost" / "checkpoint-2").is_dir()
+    assert "no gradient in 100% of groups" in done.stderr
+    weights = load_file(tmp_path / "lost" / "adapter" / "adapter_model.safetensors")
+    assert not any(tensor.any() for name, tensor in weights.items() if "lora_B" in name)  # no step was taken

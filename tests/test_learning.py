@@ -1,0 +1,241 @@
+"""That there is something to learn, and that the way it is learned is right: skill, curriculum, prompts, groups."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.test_rewards import fenced
+
+KEYS = program.LAYOUTS["bepo"]
+BOARDS, OTHER_BOARDS = tuple(range(101, 109)), tuple(range(201, 217))
+
+
+def plays(choice: str, order: str = KEYS, score: str = "") -> str:
+    """A strategy that lists its moves and chooses among them."""
+    head = program.SCORE.format(total=score) if score else ""
+    return f"import random\ndef strategy(board):\n{program.moves_source(KEYS, order)}{head}    return {choice}\n"
+
+
+def mixed(share: float, often: str) -> str:
+    """Random legal moves, but for a share of the time the first legal one in some order."""
+    return plays(f"moves[0] if random.random() < {share} else random.choice(moves)", often)
+
+
+STRATEGIES = {
+    "one key": 'def strategy(board):\n    return "a"\n',
+    "two opposite keys": 'import random\ndef strategy(board):\n    return random.choice("éu")\n',
+    "two keys": 'import random\ndef strategy(board):\n    return random.choice("éa")\n',
+    "cycle of two": 'def strategy(board):\n    return "ai"[sum(map(sum, board)) // 2 % 2]\n',
+    "four keys": 'import random\ndef strategy(board):\n    return random.choice("éuai")\n',
+    "first legal": plays("moves[0]"),
+    "first legal, other order": plays("moves[0]", "aiéu"),
+    "first legal, corner": plays("moves[0]", "uaié"),
+    "last legal": plays("moves[-1]"),
+    "random legal": plays("random.choice(moves)"),
+    "half random": mixed(0.5, "uaié"),
+    "mostly first": mixed(0.9, "aiéu"),
+    "mostly up and down": mixed(0.9, "éuai"),
+    "nearly always first": mixed(0.97, "uaié"),
+    "a quarter first": mixed(0.25, "iuéa"),
+    "fewest empty": plays("max(moves, key=score)", score="-flat.count(0)"),
+    "smallest tiles": plays("max(moves, key=score)", score="-sum(x * x for x in flat)"),
+    "against a corner": plays("max(moves, key=score)", score="-board[0][0]"),
+    "first row light": plays("max(moves, key=score)", score="-sum(board[0])"),
+    "first row heavy": plays("max(moves, key=score)", score="sum(board[0])"),
+    "corner": plays("max(moves, key=score)", score="board[0][0]"),
+    "largest tile": plays("max(moves, key=score)", score="max(flat)"),
+    "pairs": plays("max(moves, key=score)", score="sum(x == y for r in board for x, y in zip(r, r[1:]))"),
+    "sorted rows": plays("max(moves, key=score)", score="sum(r == sorted(r) for r in board)"),
+    "different tiles": plays("max(moves, key=score)", score="len(set(flat)) + random.random()"),
+    "most empty": plays("max(moves, key=score)", score="flat.count(0)"),
+    "most empty, then any": plays("max(moves, key=score)", score="flat.count(0) + random.random()"),
+    "squares": plays("max(moves, key=score)", score="sum(x * x for x in flat)"),
+    "squares and empty": plays("max(moves, key=score)", score="sum(x * x for x in flat) + 50 * flat.count(0)"),
+    "squares and row": plays("max(moves, key=score)", score="8 * sum(x * x for x in flat) - 3 * sum(board[-1])"),
+}
+COLLAPSES = {  # what models ended with, in public
+    "...": "def strategy(board):\n    ...",
+    "constant move": 'def strategy(board):\n    return "a"',
+    "parity of tile counts": 'def strategy(board):\n    n = sum(map(bool, sum(board, [])))\n    return "ai"[n % 2]',
+    "adjacent pairs, else None": "def strategy(board):\n    for r in board:\n        for x, y in zip(r, r[1:]):\n"
+    '            if x and x == y:\n                return "a"',
+    "undefined helper": "def strategy(board):\n    return find_best_move(board)",
+    "a brace": 'def strategy(board):\n    return "{"',
+    "input()": "def strategy(board):\n    return input()",
+    "while True": "def strategy(board):\n    while True:\n        pass",
+}
+BETTER = ("two keys", "four keys", "first legal", "random legal", "most empty", "squares")
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 0; equal values share the mean of theirs."""
+    return [statistics.fmean(i for i, other in enumerate(sorted(values)) if other == value) for value in values]
+
+
+def games(sources: Sequence[str], **columns: Any) -> list[program.Verdict]:
+    """The verdicts on some programs, all on the same boards."""
+    lists = {name: [value] * len(sources) for name, value in {"seeds": BOARDS, **columns}.items()}
+    return program.judge([fenced(source) for source in sources], **lists)
+
+
+def rewards(sources: Sequence[str], **columns: Any) -> list[float]:
+    """The sum of all rewards for each program of a group, which plays the same boards."""
+    lists = {name: [value] * len(sources) for name, value in {"seeds": BOARDS, **columns}.items()}
+    each = [reward([fenced(source) for source in sources], **lists) for reward in program.REWARDS]
+    return [sum(values) for values in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize("target", [2048, 4096, 8192, 16384])
+def test_rewards_rank_like_skill(pool: program.Pool, target: int) -> None:
+    """30 strategies: the mean reward orders them as the largest tile does that they reach on other boards.
+
+    A player of three keys is left out: it gets stuck with a large tile, which by rule is worth less than any lost game.
+    """
+    sources = list(STRATEGIES.values())
+    reached = [
+        statistics.fmean(game.max_tile.bit_length() for game in results)
+        for results in program.execute_strategies(sources, OTHER_BOARDS, target=target)
+    ]
+    assert len(set(reached)) >= 12  # not a handful of ties
+    assert statistics.correlation(ranks(rewards(sources, target=target)), ranks(reached)) >= 0.95
+
+
+@pytest.mark.parametrize("target", [2048, 16384])
+@pytest.mark.parametrize("name", COLLAPSES)
+def test_a_collapse_ranks_below_every_program_that_plays_better(pool: program.Pool, name: str, target: int) -> None:
+    """In a group with better ones it has the least reward, so never the advantage."""
+    sources = [COLLAPSES[name], *(STRATEGIES[better] for better in BETTER)]
+    collapsed, *others = rewards(sources, seeds=BOARDS[:2], timeout=0.5, target=target)
+    assert collapsed < min(others)
+
+
+@pytest.mark.parametrize("name", COLLAPSES)
+def test_the_watcher_names_each_collapse(pool: program.Pool, name: str) -> None:
+    """A group in which every completion is that program; and one in which one of them still plays."""
+    sources = [COLLAPSES[name]] * 8
+    assert "collapsed" in look(sources)
+    assert "collapsed" not in look([*sources, STRATEGIES["random legal"]])
+
+
+def look(sources: list[str]) -> str:
+    """What the watcher says of a step with this one group."""
+    columns = {"seeds": BOARDS[:2], "timeout": 0.5}
+    verdicts, total = games(sources, **columns), rewards(sources, **columns)
+    summary = program.StepSummary.of(
+        sources, verdicts, total, total, len(sources), target=2048, random_won=1.0, scoring_seconds=0.0
+    )
+    return program.Watcher(patience=1).look(summary, {})
+
+
+def test_equal_rewards_are_flat_whatever_their_last_digit() -> None:
+    """TRL's own share of groups without spread took rounding for spread: half of all collapses would not be seen."""
+    import torch
+
+    totals = [2 + (-1 + 3 * i / 11 - 1 + 3 * j / 11) / 2 for i in range(1, 8) for j in range(1, 8)]
+    assert any(torch.tensor([total] * 32).std() > 0 for total in totals)
+    assert all(program.flat_groups([total] * 32, 32) == [True] for total in totals)
+    assert program.flat_groups([1.0] * 4 + [1.0, 1.1] * 2, 4) == [True, False]
+
+
+def test_the_target_doubles_when_nine_in_ten_games_are_won() -> None:
+    curriculum = program.Curriculum(2048)
+    for won, target in ((1.0, 2048), (1.0, 2048), (1.0, 2048), (0.5, 2048), (1.0, 2048), (1.0, 2048), (1.0, 2048),
+                        (1.0, 4096)):  # fmt: skip
+        curriculum.record(2048, won)
+        assert curriculum.target == target
+    for _ in range(9):  # groups that were under way when it doubled count no more
+        curriculum.record(2048, 1.0)
+    assert curriculum.target == 4096
+    for _ in range(4):
+        curriculum.record(4096, 0.95)
+    assert curriculum.target == 8192
+
+
+def test_without_a_curriculum_the_target_stays() -> None:
+    curriculum = program.Curriculum(2048, rising=False)
+    for _ in range(9):
+        curriculum.record(2048, 1.0)
+    assert curriculum.target == 2048
+
+
+def test_the_curriculum_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    before, after = program.Curriculum(2048), program.Curriculum(2048)
+    before.target = 8192
+    before.recent.extend((0.5, 0.75))
+    state = {"stateful_callbacks": {"StepReporter": {"args": {}, "attributes": before.state()}}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    after.restore(tmp_path)
+    assert after.state() == {"target": 8192, "recent": [0.5, 0.75]}
+
+
+def test_prompts_follow_the_curriculum_and_vary() -> None:
+    """Eight wordings in turns, the target of the moment, other boards for every group; never the wording kept back."""
+    curriculum = program.Curriculum(2048)
+    rows = program.training_set(program.TrainConfig(steps=40, generations=16), curriculum)
+    prompts = [rows[i]["prompt"][0]["content"] for i in range(16)]
+    assert len(set(prompts)) == len(program.WORDINGS) - 1 >= 8
+    assert all("2048x2048" not in prompt and "6" in prompt and "2048" in prompt for prompt in prompts)
+    assert program.build_prompt(wording=-1) not in prompts
+    assert len({tuple(rows[i]["seeds"]) for i in range(16)}) == 16
+    curriculum.target = 4096
+    assert rows[3]["target"] == 4096
+    assert "4096" in rows[3]["prompt"][0]["content"]
+
+
+def test_the_published_recipe_has_one_prompt() -> None:
+    config = program.train_defaults("tiny", "published", "none")
+    rows = program.training_set(config, program.Curriculum(2048))
+    assert len({rows[i]["prompt"][0]["content"] for i in range(20)}) == 1
+    assert (config.generations, config.learning_rate, config.accumulation, config.flat_reward) == (2, 5e-5, 4, True)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_groups_without_spread_do_not_thin_out_the_others(by_token: bool) -> None:
+    """The loss of a batch with two flat groups is that of the third group alone, by completions and by tokens."""
+    import torch
+
+    mask = torch.tensor([[1, 1, 1]] * 4 + [[1, 0, 0], [1, 1, 0]])
+    advantages = torch.tensor([1e-7, 1e-7, 0.0, 0.0, 1.0, -1.0])
+
+    def loss(advantages: torch.Tensor, mask: torch.Tensor) -> float:
+        by_row = (mask * advantages[:, None] * torch.tensor([1.0, 2.0, 3.0])).sum()
+        return (by_row / (mask.sum() if by_token else len(mask))).item()
+
+    batch = {"advantages": advantages, "completion_mask": mask}
+    kept = program.without_flat_groups(batch, [True, True, False], by_token)
+    assert loss(kept["advantages"], mask) == pytest.approx(loss(advantages[4:], mask[4:]))
+
+
+@pytest.mark.parametrize("flat", [[True, True], [False, False]])
+def test_a_batch_of_one_kind_stays_as_it_is(flat: list[bool]) -> None:
+    batch: dict[str, Any] = {"advantages": None}
+    assert program.without_flat_groups(batch, flat, by_token=False) is batch
+
+
+@pytest.mark.parametrize(("effort", "tokens"), [("none", 200), ("low", 1024), ("medium", 2048), ("high", 4096)])
+def test_reasoning_raises_the_limits(effort: str, tokens: int) -> None:
+    config = program.parse_arguments(["--model", "unsloth/gpt-oss-20b", "--reasoning", effort])
+    assert isinstance(config, program.TrainConfig)
+    assert (config.max_new_tokens, config.max_seq_length) == (tokens, 568 + tokens)
+
+
+def test_a_number_on_the_command_line_wins_over_the_recipe() -> None:
+    config = program.parse_arguments(["--model=tiny", "--recipe", "published", "--generations", "4"])
+    assert isinstance(config, program.TrainConfig)
+    assert (config.generations, config.learning_rate, config.lora_rank) == (4, 5e-5, 32)
+
+
+def test_programs_of_the_warm_start_are_distinct() -> None:
+    """Two corpora of a thousand share few programs, so that what training finds was mostly never shown."""
+    one, two = (
+        {program.compose_strategy(random.Random(seed * 1000 + i), KEYS) for i in range(1000)} for seed in (1, 2)
+    )
+    assert len(one & two) < 0.5 * len(one)
