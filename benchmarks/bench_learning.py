@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,7 @@ class Args:
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     games: int = 64  # held-out boards
-    output_dir: Path | None = None  # where the runs are kept; by default they are not
+    output_dir: Path | None = None  # keeps the runs; started again with the same one, it goes on after the last
     figure: Path = ROOT / "docs" / "learning.svg"
 
 
@@ -61,8 +62,11 @@ class Run:
 
 
 def train(recipe: str, seed: int, out: Path, args: Args, minutes: float) -> Path:
-    """The folder of a training run of so many minutes (0: all of its steps)."""
+    """The folder of a training run of so many minutes (0: all of its steps).  A finished one is not run again."""
     folder = out / f"{recipe}-{seed}"
+    if (folder / "result.json").is_file():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
     flags = {"model": "tiny", "recipe": recipe, "seed": seed, "minutes": minutes, "games": args.games,
              "output-dir": out, "run-name": folder.name}  # fmt: skip
     command = [sys.executable, str(ROOT / "gpt_2048_rl.py")]
