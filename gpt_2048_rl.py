@@ -1647,6 +1647,7 @@ class TrainConfig:
     decay_steps: float = 0.4  # at the end, in which a constant rate falls to 0 too; below 1 a share of all steps
     warmup_steps: float = 10  # until the peak; below 1 a share of all steps
     weight_decay: float = 0.001
+    max_grad_norm: float = 1.0  # longer gradients are cut to it
     temperature: float = 1.0  # of sampling, in training and in evaluation
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"  # TRL's loss_type
     scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
@@ -1676,13 +1677,13 @@ class TrainConfig:
 
 TINY: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 60, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
-    "learning_rate": 1e-3, "warmup_steps": 5, "lora_rank": 32, "lora_alpha": 64,
+    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
 }  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # of the public notebook, whatever the model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
     "scale_rewards": "group", "save_steps": 100, "curriculum": False, "flat_reward": True, "cut_off_price": 0.0,
-    "skip_flat_groups": False,
+    "skip_flat_groups": False, "max_grad_norm": 1.0,
 }  # fmt: skip
 REASONING = {"none": 200, "low": 1024, "medium": 2048, "high": 4096}  # tokens of a completion, with its analysis
 
@@ -2224,14 +2225,14 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     return batch | {"advantages": advantages * kept * weights.sum() / (weights * kept).sum()}
 
 
-def divergence_from_start(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> float:
-    """KL divergence, in nats a token, of the model from itself without adapters.
+def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> dict[str, float]:
+    """KL divergence of the model from itself without adapters, and its entropy; both in nats a token.
 
     Exact over the vocabulary, at the first tokens of a batch's first completions.
     """
     import torch
 
-    total, count = 0.0, 0
+    kl, entropy, count = 0.0, 0.0, 0
     for row in range(min(rows, len(batch["completion_ids"]))):
         prompt, answer = (
             batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
@@ -2241,30 +2242,33 @@ def divergence_from_start(model: Any, batch: dict[str, Any], rows: int = 4, toke
             now = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
             with model.disable_adapter():
                 start = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
-        total += (now.exp() * (now - start)).sum().item()
+        kl += (now.exp() * (now - start)).sum().item()
+        entropy -= (now.exp() * now).sum().item()
         count += len(now)
-    return total / max(1, count)
+    return {"sampled/kl": kl / max(1, count), "sampled/entropy": entropy / max(1, count)}
 
 
-KL_EVERY = 10  # steps
+SAMPLED_EVERY = 10  # steps
 
 
 def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
-    """TRL's GRPOTrainer without the flat groups; with seconds and, on some steps, the KL divergence as curves."""
+    """TRL's GRPOTrainer without the flat groups; with seconds and, on some steps, KL and entropy as curves of our own.
+
+    TRL has a curve of the KL divergence only where beta is not 0, and one of the entropy not with every loss.
+    """
     from trl import GRPOTrainer
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]
         step_began = 0.0
-        divergence: float | None = None  # from the start; None on most steps
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             started = time.perf_counter()
             batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.rollout_seconds = time.perf_counter() - started
-            self.divergence = None
-            if self.beta == 0 and self.state.global_step % KL_EVERY == 0:
+            self.sampled = {}
+            if self.state.global_step % SAMPLED_EVERY == 0:
                 with self.compute_loss_context_manager():
-                    self.divergence = divergence_from_start(self.model, batch)
+                    self.sampled = sampled_curves(self.model, batch)
             if not skip_flat_groups:
                 return batch
             flat = flat_groups(rollouts.totals, self.num_generations)
@@ -2276,8 +2280,7 @@ def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
                 logs["seconds/score"] = scoring
                 logs["seconds/generate"] = self.rollout_seconds - scoring
                 logs["seconds/update"] = time.perf_counter() - self.step_began - self.rollout_seconds
-                if self.divergence is not None:
-                    logs["kl"] = self.divergence
+                logs |= self.sampled
             super().log(logs, *args, **kwargs)
 
     return Trainer
@@ -2307,11 +2310,13 @@ def make_trainer(
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         warmup_steps=config.warmup_steps,
         weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
         optim="adamw_8bit" if gpu else "adamw_torch_fused",
         loss_type=config.loss_type,
         scale_rewards=config.scale_rewards,
         entropy_coef=config.entropy_coef,
         beta=config.beta,
+        mask_truncated_completions=False,  # unsloth would mask them where the loss is dapo
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
@@ -2347,6 +2352,7 @@ class Watcher:
     def __init__(self, patience: int, rising: bool = False) -> None:
         self._patience, self._rising = patience, rising  # whether the curriculum raises the target by itself
         self._trouble, self._lasted = "", 0
+        self._entropy = 0.0  # the last that was seen
         self._first_entropies: list[float] = []
         self._target, self._at_target = 0, 0  # and the steps since it came
         self.lost_steps = 0  # in a row, without anything to learn
@@ -2368,7 +2374,8 @@ class Watcher:
         return trouble if self._lasted % self.REPEAT == 0 else ""
 
     def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
-        entropy = logs.get("entropy", 0.0)
+        entropy = logs.get("entropy", logs.get("sampled/entropy", self._entropy))
+        self._entropy = entropy
         if len(self._first_entropies) < 5:
             self._first_entropies.append(entropy)
         usual, no_spread, all_won = statistics.fmean(self._first_entropies), step.flat == 1, step.won == 1
@@ -2391,7 +2398,7 @@ class Watcher:
             "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate":
                 entropy > 3 * usual + 0.5,
             "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
-                logs.get("kl", 0.0) > self.KL,
+                logs.get("sampled/kl", 0.0) > self.KL,
             "random moves would do as well: only a higher target shows skill (--target, or the curriculum's next)":
                 self._at_target > self.REPEAT and step.won <= step.random_won,
         }  # fmt: skip
@@ -2676,7 +2683,7 @@ _RANGES = {
     "steps": (1, 10**7), "minutes": (0.0, 10**6), "generations": (2, 1024), "batch_size": (1, 1024),
     "accumulation": (1, 1024), "boards": (1, 64), "wordings": (1, len(WORDINGS) - 1), "learning_rate": (0.0, 1.0),
     "warmup_steps": (0.0, 10**6), "decay_steps": (0.0, 10**6),
-    "weight_decay": (0.0, 1.0), "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0),
+    "weight_decay": (0.0, 1.0), "max_grad_norm": (0.0, 10**6), "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0),
     "beta": (0.0, 100.0), "cut_off_price": (0.0, 100.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
     "max_new_tokens": (1, 1 << 20), "max_seq_length": (0, 1 << 20), "save_steps": (1, 10**7), "patience": (1, 10**7),
     "seed": (0, 2**32 - 1), "games": (1, 10**4), "eval_batch_size": (1, 1024), "timeout": (0.01, 3600.0),

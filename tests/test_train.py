@@ -165,10 +165,11 @@ def test_there_is_a_curve_with_a_point_for_every_step(curves: dict[str, list[tup
     assert [step for step, _ in curves[name]] == [1, 2]
 
 
-def test_the_divergence_is_sampled_where_the_loss_has_none(curves: dict[str, list[tuple[int, float]]]) -> None:
+def test_divergence_and_entropy_are_sampled(curves: dict[str, list[tuple[int, float]]]) -> None:
     """Of the first step and of every tenth; an adapter that has learned nothing yet is where it started."""
-    assert [step for step, _ in curves["kl"]] == [1]
-    assert curves["kl"][0][1] == pytest.approx(0.0, abs=1e-6)
+    assert [step for step, _ in curves["sampled/kl"]] == [1]
+    assert curves["sampled/kl"][0][1] == pytest.approx(0.0, abs=1e-6)
+    assert curves["sampled/entropy"][0][1] == pytest.approx(curves["entropy"][0][1], rel=0.5)
 
 
 def test_shares_of_games_add_up(curves: dict[str, list[tuple[int, float]]]) -> None:
@@ -239,7 +240,7 @@ def test_the_divergence_is_that_of_two_distributions(loaded: tuple[Any, Any]) ->
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     batch = dict(zip(names, (*padded(prompt, left=True), *padded(answer, left=False)), strict=True))
     assert total > 0
-    assert program.divergence_from_start(model, batch) == pytest.approx(total / tokens, rel=1e-4)
+    assert program.sampled_curves(model, batch)["sampled/kl"] == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_training_changes_the_adapter(trained: Run) -> None:

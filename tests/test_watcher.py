@@ -21,7 +21,7 @@ HEALTHY = program.StepSummary(
 
 
 def test_a_healthy_step_is_silent() -> None:
-    logs = {"completions/clipped_ratio": 0.1, "entropy": 0.4, "kl": 0.1}
+    logs = {"completions/clipped_ratio": 0.1, "entropy": 0.4, "sampled/kl": 0.1}
     assert program.Watcher(patience=3).look(HEALTHY, logs) == ""
 
 
@@ -36,7 +36,7 @@ def test_a_healthy_step_is_silent() -> None:
         ({"cheating": 0.7}, {}, "cheat"),
         ({"outcomes": {"timeout": 0.7}}, {}, "--timeout"),
         ({"jailed": 0.7}, {}, "the jail ends most games"),
-        ({}, {"kl": 9.0}, "KL runs away"),
+        ({}, {"sampled/kl": 9.0}, "KL runs away"),
     ],
 )
 def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[str, float], named: str) -> None:
