@@ -14,7 +14,8 @@ does, through the same code.
 The file reads from top to bottom: keys, game, prompt, jailed players, rewards, embedded model, configuration, model,
 evaluation, training, commands.  It departs from the published gpt-oss notebook where that went wrong: strategies run
 in a jail instead of in the trainer; losers are graded by what they reached; a group shares its boards; answers start in
-the final channel; results are held against random and greedy play on boards that training never saw.
+the final channel; a target that is solved doubles; results are held against random and greedy play on boards that
+training never saw.
 """
 
 from __future__ import annotations
@@ -2074,12 +2075,11 @@ class StepSummary:
 
     @classmethod
     def of(
-        cls, texts: Sequence[str], verdicts: Sequence[Verdict], rewards: Sequence[float], totals: Sequence[float],
-        group: int, **known: Any
+        cls, texts: Sequence[str], verdicts: Sequence[Verdict], rewards: Sequence[float], group: int, **known: Any
     ) -> StepSummary:  # fmt: skip
         """Of a batch that consists of groups of `group` completions.
 
-        `rewards` are those of strategy_succeeds, `totals` the sums of all; `known` the fields not worked out here.
+        `rewards` are those of strategy_succeeds, `known` the fields that are not worked out here.
         """
         results = [result for verdict in verdicts for result in verdict.results]
         distinct = [len(set(texts[i : i + group])) for i in range(0, len(texts), group)]
@@ -2090,7 +2090,6 @@ class StepSummary:
             cheating=statistics.fmean(bool(verdict.cheating) for verdict in verdicts),
             distinct=sum(distinct) / len(texts),
             identical=set(distinct) == {1},
-            flat=statistics.fmean(flat_groups(totals, group)),
             reward=statistics.fmean(rewards),
             spread=statistics.pstdev(rewards),
             largest_tile=statistics.median(result.max_tile for result in results),
@@ -2109,6 +2108,14 @@ class StepSummary:
         return numbers | outcomes | reached
 
 
+def random_moves_win(config: TrainConfig, target: int) -> float:
+    """Share of 16 boards of their own on which random legal moves make the target."""
+    seeds = board_seeds(16, config.seed, "random moves")
+    source = control_strategies(config.keys)["random"]
+    results = execute_strategies([source], seeds, config.size, target, config.keys, config.timeout)[0]
+    return statistics.fmean(result.outcome == "success" for result in results)
+
+
 class RolloutLog:
     """Every step's completions and verdicts in rollouts.jsonl, a summary of the last one, and the best programs.
 
@@ -2123,7 +2130,7 @@ class RolloutLog:
         self.finalists: dict[str, tuple[float, int]] = {}  # source -> mean of its largest tiles in a step, and which
         self._steps = 0
         self.summary: StepSummary | None = None
-        self.totals: list[float] = []  # of the last step: each completion's rewards, as the trainer weighs them
+        self.flat: list[bool] = []  # for each group of the last step, whether it has no gradient
 
     def around(self, reward_function: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """The trainer's first reward function, with every call recorded (the others look the verdicts up)."""
@@ -2145,13 +2152,15 @@ class RolloutLog:
         rewards = strategy_succeeds(completions, **columns)
         texts = [completion_text(completion) for completion in completions]
         targets, group = columns["target"], self._config.generations
-        self.totals = [
+        totals = [  # as the trainer weighs them
             sum(values) + self._config.cut_off_price * late
             for *values, late in zip(
                 function_works(completions, **columns), no_cheating(completions, **columns), rewards,
                 ends_in_time(completions, **columns), strict=True)
         ]  # fmt: skip
-        self.summary = StepSummary.of(texts, verdicts, rewards, self.totals, group, target=max(targets), **known)
+        self.flat = flat_groups(totals, group)
+        known |= {"target": max(targets), "flat": statistics.fmean(self.flat)}
+        self.summary = StepSummary.of(texts, verdicts, rewards, group, **known)
         for name, value in self.summary.curves().items():
             columns.get("log_metric", lambda *_: None)(name, value)
         for i in range(0, len(verdicts), group):
@@ -2199,14 +2208,6 @@ def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
 
     groups = config.steps * config.batch_size * config.accumulation // config.generations
     return Dataset.from_dict({"group": list(range(groups))}).with_transform(rows)
-
-
-def random_moves_win(config: TrainConfig, target: int) -> float:
-    """Share of 16 boards of their own on which random legal moves make the target."""
-    seeds = board_seeds(16, config.seed, "random moves")
-    source = control_strategies(config.keys)["random"]
-    results = execute_strategies([source], seeds, config.size, target, config.keys, config.timeout)[0]
-    return statistics.fmean(result.outcome == "success" for result in results)
 
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
@@ -2271,8 +2272,7 @@ def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
                     self.sampled = sampled_curves(self.model, batch)
             if not skip_flat_groups:
                 return batch
-            flat = flat_groups(rollouts.totals, self.num_generations)
-            return without_flat_groups(batch, flat, by_token=self.loss_type in ("dapo", "bnpo"))
+            return without_flat_groups(batch, rollouts.flat, by_token=self.loss_type in ("dapo", "bnpo"))
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs and rollouts.summary:

@@ -55,9 +55,7 @@ class Run:
     recipe: str
     seed: int
     result: dict[str, Any]  # the run's result.json
-    new: tuple[
-        float, float
-    ]  # of the programs in the first and in the last ten steps: share never shown in the warm start
+    new: tuple[float, float]  # share of programs that no warm-start sample contained: first and last ten steps
     curve: list[tuple[float, float]]  # minutes of training; share of a step's games in which 2048 was made
 
 

@@ -308,6 +308,8 @@ def test_close_ends_players_in_the_middle_of_a_game() -> None:
 
 
 TRAINER = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 import gpt_2048_rl as program
 pool = {{pool}}
 sources = [{FOR_EVER!r} + "# " + str(i) for i in range(40)]

@@ -129,8 +129,9 @@ def look(sources: list[str]) -> str:
     """What the watcher says of a step with this one group."""
     columns = {"seeds": BOARDS[:2], "timeout": 0.5}
     verdicts, total = games(sources, **columns), rewards(sources, **columns)
+    flat = statistics.fmean(program.flat_groups(total, len(sources)))
     summary = program.StepSummary.of(
-        sources, verdicts, total, total, len(sources), target=2048, random_won=1.0, scoring_seconds=0.0
+        sources, verdicts, total, len(sources), flat=flat, target=2048, random_won=1.0, scoring_seconds=0.0
     )
     return program.Watcher(patience=1).look(summary, {})
 
