@@ -3,9 +3,9 @@
 
     python benchmarks/bench_learning.py
 
-One run after the other, each with the whole machine, through the program's own command line: for each seed the stable
-recipe with its own number of steps, then the published one, which gets as many minutes of training.  Held-out boards
-and a held-out wording before and after; each sampled program plays one board, to its end.  Tables, a figure
+One run after the other, each with the whole machine, through the program's own command line: the stable recipe with its
+own number of steps, seed by seed, then the published one, which gets as many minutes of training.  Held-out boards and
+a held-out wording before and after; each sampled program plays one board, to its end.  Tables, a figure
 (docs/learning.svg), then one JSON line.  Exit code 1 where a target is missed: at most 35% of games won before and at
 least 90% after in every seed of the stable recipe, each run within ten minutes.
 """
@@ -171,12 +171,11 @@ def train_all(args: Args, out: Path) -> list[Run]:
     """All runs, one after the other."""
     program.prepare_environment(offline=True)
     program.warm_start()
-    shown, runs = warm_start_programs(), []
-    for seed in args.seeds:
-        minutes = 0.0
-        for recipe in RECIPES:
-            run = read(recipe, seed, train(recipe, seed, out, args, minutes), shown)
-            minutes = run.result["minutes"]
+    shown, runs, minutes = warm_start_programs(), [], dict.fromkeys(args.seeds, 0.0)
+    for recipe in RECIPES:
+        for seed in args.seeds:
+            run = read(recipe, seed, train(recipe, seed, out, args, minutes[seed]), shown)
+            minutes[seed] = run.result["minutes"]
             runs.append(run)
             print(recipe, seed, *(f"{name} {column(run)}" for name, column in COLUMNS.items()), sep="  ",
                   file=sys.stderr, flush=True)  # fmt: skip
