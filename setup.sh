@@ -13,6 +13,7 @@ usage() {
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first on PATH that fits
+DEVICE=cuda                      install for a GPU that is not here yet, as when an image is built; or cpu
 END
 }
 
@@ -139,8 +140,11 @@ project=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 machine=$(uname -sm)
 [[ $machine == "Linux x86_64" || $machine == "Linux aarch64" ]] || die "needs Linux on x86-64 or aarch64, not $machine"
 # Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia shows GPUs that a container may not use.
-device=cpu
-if compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; then device=cuda; fi &>/dev/null
+device=${DEVICE:-cpu}
+if [[ -z ${DEVICE-} ]]; then
+    if compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; then device=cuda; fi &>/dev/null
+fi
+[[ $device == cpu || $device == cuda ]] || die "DEVICE=$device is neither cpu nor cuda"
 
 if [[ -z $here ]]; then
     prefix=$project/.venv

@@ -167,6 +167,15 @@ def test_here_installs_into_the_active_environment(setup: Copy) -> None:
 # What is missing: one line, exit code 2
 
 
+def test_an_image_is_built_for_a_gpu_that_is_not_there(setup: Copy) -> None:
+    """With the pins of CUDA; a start on a machine with the GPU then finds everything in place."""
+    assert setup(DEVICE="cuda")[0] == 0
+    torch = next(call for call in setup.pip_calls() if "torch==" in call)
+    assert "+cpu" not in torch.replace("!=2.13.0+cpu", "")
+    assert setup("true", DEVICE="cuda") == (0, "", [])
+    assert setup("true", DEVICE="gpu") == (2, "", ["setup: DEVICE=gpu is neither cpu nor cuda"])
+
+
 def test_no_python(setup: Copy) -> None:
     code, _, errors = setup(PYTHON="", PATH=setup.tools())
     assert (code, len(errors)) == (2, 1)

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Runs the command as the owner of the working directory, so that what it writes belongs to whoever mounted it.
+#
+# Caches go into its folder .cache, where they outlast the container. The user may have no name in here, which torch asks
+# for. In a rootless engine, root is that owner.
+set -euo pipefail
+
+export HOME=$PWD/.cache XDG_CACHE_HOME=$PWD/.cache USER=trainer LOGNAME=trainer
+owner=$(stat -c %u .) group=$(stat -c %g .)
+if [[ $(id -u) == 0 && $owner != 0 ]]; then
+    exec setpriv --reuid="$owner" --regid="$group" --clear-groups --no-new-privs -- "$@"
+fi
+exec "$@"

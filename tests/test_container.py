@@ -1,0 +1,59 @@
+"""The container: no engine runs here, so its parts are tried.  For the jail under Docker's profile see test_jail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def enter(folder: Path, *command: str) -> str:
+    """What a command prints that the container's entry point runs in a folder."""
+    entry = str(ROOT / "docker-entrypoint.sh")
+    done = subprocess.run([entry, *command], cwd=folder, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_what_is_written_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path, 12345, 23456)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    assert enter(tmp_path, "bash", "-c", 'touch made; echo "$(id -u) $(id -g) $(id -G) $HOME $USER"') == (
+        f"12345 23456 23456 {tmp_path}/.cache trainer"
+    )
+    assert ((tmp_path / "made").stat().st_uid, (tmp_path / "made").stat().st_gid) == (12345, 23456)
+    assert enter(tmp_path, "grep", "NoNewPrivs", "/proc/self/status").split()[1] == "1"
+
+
+def test_whoever_is_not_root_stays_who_he_is(tmp_path: Path) -> None:
+    """docker run --user, and an engine without root, whose root is the caller."""
+    assert enter(tmp_path, "id", "-u") == str(os.getuid())
+
+
+def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        enter(tmp_path, "bash", "-c", "exit 3")
+    assert failure.value.returncode == 3
+
+
+def test_the_base_image_is_pinned_and_all_that_is_copied_may_be() -> None:
+    assert re.search(r"^FROM nvidia/cuda:\d+\.\d+\.\d+-base-ubuntu24\.04$", DOCKERFILE, re.MULTILINE)
+    allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()} - {"*"}
+    copied = re.search(r"^COPY (.*) \./$", DOCKERFILE, re.MULTILINE)
+    assert copied
+    assert set(copied[1].split()) == allowed
+    assert all((ROOT / name).is_file() for name in allowed)
+
+
+def test_what_the_set_up_asks_of_a_system_is_installed() -> None:
+    """On a GPU: a C compiler and Python.h; without uv: venv; and the tools that are no part of a base image."""
+    assert {"gcc", "libc6-dev", "python3-dev", "python3-venv", "ca-certificates"} <= set(DOCKERFILE.split())
