@@ -9,13 +9,15 @@ does, through the same code.
     ./setup.sh python gpt_2048_rl.py                    train, then compare with before and with two controls
     python gpt_2048_rl.py eval MODEL_OR_FILE.py         a model, adapter, checkpoint or strategy on held-out boards
     python gpt_2048_rl.py play FILE.py --watch          one strategy: outcomes, or a game in the terminal
-    python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval and play
+    python gpt_2048_rl.py export RUN --format lora      the adapter, or the whole model, for other programs
+    python gpt_2048_rl.py doctor                        what this machine has, what is switched and why
+    python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval, play, export, doctor
 
 The file reads from top to bottom: keys, game, prompt, jailed players, rewards, embedded model, configuration, model,
-evaluation, training, commands.  It departs from the published gpt-oss notebook where that went wrong: strategies run
-in a jail instead of in the trainer; losers are graded by what they reached; a group shares its boards; answers start in
-the final channel; a target that is solved doubles; results are held against random and greedy play on boards that
-training never saw.
+evaluation, training, export, commands.  It departs from the published gpt-oss notebook where that went wrong:
+strategies run in a jail instead of in the trainer; losers are graded by what they reached; a group shares its boards;
+answers start in the final channel; a target that is solved doubles; results are held against random and greedy play on
+boards that training never saw.
 """
 
 from __future__ import annotations
@@ -54,19 +56,24 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
 from itertools import pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from rich.console import Console
     from rich.progress import Progress
+    from rich.table import Table
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1145,6 +1152,12 @@ class _Worker:
                     stream.close()
 
 
+def own_cores(cores: Sequence[int]) -> Sequence[int]:
+    """This process's share of a machine's cores, where torchrun has started several."""
+    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return list(cores[rank::ranks]) or [cores[rank % len(cores)]]
+
+
 class Pool:
     """Referee workers, one per core by default.  Raises JailError where the jail does not hold, unless not `jailed`.
 
@@ -1152,11 +1165,12 @@ class Pool:
     """
 
     def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
-        cores = sorted(os.sched_getaffinity(0))
+        cores = own_cores(sorted(os.sched_getaffinity(0)))
         self.jailed, self.closed = jailed, False
         self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="referee")
+        self._begun: dict[Job, Future[Verdict] | None] = {}  # never None: that is what pop() may give
         try:
             for worker in self._workers:
                 worker.check()
@@ -1172,15 +1186,24 @@ class Pool:
         finally:
             self._idle.put(worker)
 
+    def begin(self, job: Job) -> None:
+        """Start on a job that judge() will be asked for later."""
+        if job not in self._begun:
+            self._begun[job] = self._threads.submit(self._judge, job)
+
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """One verdict per job, in order; equal jobs are judged once."""
-        distinct = list(dict.fromkeys(jobs))
         try:
-            verdicts = dict(zip(distinct, self._threads.map(self._judge, distinct), strict=True))
+            verdicts = {job: self._begun.pop(job, None) or self._threads.submit(self._judge, job)
+                        for job in dict.fromkeys(jobs)}  # fmt: skip
+            return [verdicts[job].result() for job in jobs]
         except BaseException:  # Ctrl-C: nobody waits for what is still being played
             self.close()
             raise
-        return [verdicts[job] for job in jobs]
+
+    def forget_begun(self) -> None:
+        """No verdict will be asked for of what was begun so far."""
+        self._begun.clear()
 
     def close(self) -> None:
         """End all processes.  No further jobs."""
@@ -1259,12 +1282,15 @@ def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
     `completions` as TRL hands them over: strings, or lists of messages.  The game is read from the dataset's columns,
     one entry per completion: `seeds` (the boards), `size`, `target`, `keys`, `timeout`.
     """
-    jobs = []
-    for i, completion in enumerate(completions):
-        columns = {name: kwargs[name][i] for name in ("size", "target", "keys", "timeout") if name in kwargs}
-        seeds = tuple(kwargs["seeds"][i]) if "seeds" in kwargs else BOARDS
-        jobs.append(Job(completion_text(completion), seeds, completion=True, **columns))
-    return _judge_batch(tuple(jobs))
+    columns = {"seeds", "size", "target", "keys", "timeout"} & kwargs.keys()
+    rows = ({name: kwargs[name][i] for name in columns} for i in range(len(completions)))
+    return _judge_batch(tuple(map(completion_job, map(completion_text, completions), rows)))
+
+
+def completion_job(text: str, row: Mapping[str, Any]) -> Job:
+    """A completion's game, from its row of the dataset."""
+    columns = {name: row[name] for name in ("size", "target", "keys", "timeout") if name in row}
+    return Job(text, tuple(row.get("seeds", BOARDS)), completion=True, **columns)
 
 
 def function_works(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -1660,6 +1686,7 @@ class TrainConfig:
     max_new_tokens: int = 200  # tokens of a completion
     max_seq_length: int = 0  # tokens of prompt and completion; 0: 568 for the prompt and those of the completion
     load_in_4bit: bool = True  # on a GPU
+    load_in_16bit: bool = False  # on a GPU of 80 GB and more, instead
     save_steps: int = 20  # steps between checkpoints
     patience: int = 20  # steps in a row with nothing to learn (no valid code, or no spread) that end the run
     seed: int = 3407  # of weights, sampling and training boards
@@ -1707,6 +1734,7 @@ class EvalConfig:
     max_seq_length: int = 0  # tokens of prompt and completion; 0: 568 for the prompt and those of the completion
     eval_batch_size: int = 32  # completions generated at a time
     load_in_4bit: bool = True  # on a GPU
+    load_in_16bit: bool = False  # on a GPU of 80 GB and more, instead
     seed: int = 3407  # of sampling
     size: int = 6
     target: int = 2048
@@ -1732,12 +1760,77 @@ class PlayConfig:
     json: bool = False
 
 
+@dataclass
+class ExportConfig:
+    """Write what a run has learned to a folder of its own that other programs load."""
+
+    source: Path  # a run's folder, one of its checkpoints, or an adapter's folder
+    format: Literal["lora", "merged_16bit", "mxfp4"] = "lora"  # the adapter; or the whole model, the last for gpt-oss
+    output_dir: Path | None = None  # by default lora_model, merged_16bit_model or mxfp4_model
+    base: str = ""  # the model that the adapter belongs to, where it is not the one that was trained
+    push_to_hub: str = ""  # upload the folder there too: OWNER/NAME
+    private: bool = True  # make the hub's repository a private one, where it is new
+    json: bool = False
+
+
+@dataclass
+class DoctorConfig:
+    """Say what this machine has, what would be switched and why, and whether the model can train; starts nothing."""
+
+    model: str = "auto"  # as in training
+    load_in_4bit: bool = True
+    load_in_16bit: bool = False
+    json: bool = False
+
+
+Config = TrainConfig | EvalConfig | PlayConfig | ExportConfig | DoctorConfig
+
+
 class UsageError(Exception):
     """What was wrong and what to do, in one line; exit code 2."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model
+
+
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+
+
+def join_ranks() -> None:
+    """Meet the other processes that torchrun has started; nothing to do where there are none."""
+    if RANKS > 1:
+        import unsloth  # noqa: F401, I001 - before all others
+        import torch
+        from accelerate import PartialState
+
+        PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=2))  # one evaluates, the others wait
+
+
+def gathered(items: Sequence[T]) -> list[T]:
+    """The items of all ranks, one rank after another: on each rank the same."""
+    if RANKS == 1:
+        return list(items)
+    from accelerate.utils import gather_object
+
+    return list(gather_object(list(items)))
+
+
+def by_first_rank(make: Callable[[], T]) -> T:
+    """What the first rank makes, on all ranks; the others wait for it, and end where it raises."""
+    if RANKS == 1:
+        return make()
+    from accelerate.utils import broadcast_object_list
+
+    made: list[Any] = [None, False]
+    try:
+        if RANK == 0:
+            made = [make(), True]
+    finally:
+        broadcast_object_list(made)
+    if not made[1]:
+        raise SystemExit(2)
+    return made[0]  # type: ignore[no-any-return]
 
 
 def prepare_environment(offline: bool) -> None:
@@ -1747,11 +1840,108 @@ def prepare_environment(offline: bool) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "UNSLOTH_DISABLE_STATISTICS": "1",  # no download only to be counted
         "UNSLOTH_COMPILE_LOCATION": str(cache / "unsloth_compiled"),  # else it writes into the working directory
+        "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try, check, go back
+        "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
+        "UNSLOTH_MOE_ROUTED_MAX_SLOTS": "128",  # 32 completions x 4 experts; beyond, each token decodes all experts
         "OMP_WAIT_POLICY": "PASSIVE",  # torch's threads must not spin on the cores that the players need
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to train with."""
+
+    gpu: str = ""  # its name; empty where there is none
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
+    memory: int = 0  # bytes that the model and all else share: the GPU's, or RAM where there is no other
+    unified: bool = False  # GPU and processor share their memory
+    processor: str = "x86_64"
+    triton: tuple[int, int] = (0, 0)  # version
+
+    @property
+    def blackwell(self) -> bool:
+        """Whether its machine code is newer than what older tools can make."""
+        return self.capability >= (10, 0)
+
+
+def find_machine() -> Machine:
+    """This machine; of several GPUs the first."""
+    import torch
+
+    processor = os.uname().machine
+    if not torch.cuda.is_available():
+        return Machine(memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), processor=processor)
+    gpu = torch.cuda.get_device_properties(0)
+    major, minor = (int(part) for part in library_versions(("triton",))["triton"].split(".")[:2])
+    return Machine(gpu.name, (gpu.major, gpu.minor), gpu.total_memory, bool(gpu.is_integrated), processor,
+                   (major, minor))  # fmt: skip
+
+
+LIBRARIES = ("torch", "triton", "unsloth", "unsloth_zoo", "transformers", "trl", "peft", "bitsandbytes")
+
+
+def library_versions(names: Sequence[str] = LIBRARIES) -> dict[str, str]:
+    """Installed versions; "0.0" for what is not there."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in names:
+        found[name] = "0.0"
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is loaded and trained on a machine, and why so."""
+
+    load: dict[str, Any]  # arguments for Unsloth's loader
+    environment: dict[str, str]  # to be set before anything is compiled
+    rows: tuple[tuple[str, str, str], ...]  # what, how, why
+
+
+def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Settings:
+    """What fits a machine.  Raises UsageError for what it cannot do."""
+    if not machine.gpu:
+        return Settings(
+            {"load_in_4bit": False, "use_gradient_checkpointing": False}, {},
+            (("device", f"CPU, {machine.processor}", "no CUDA GPU was found"),
+             ("memory", f"{machine.memory / 1e9:.0f} GB", ""),
+             ("precision", "float32", "no 4-bit kernels without a GPU")),
+        )  # fmt: skip
+    if config.load_in_16bit and machine.memory < 75e9:  # GPUs sold with 80 GB have a little less
+        raise UsageError(f"--load-in-16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
+                         "leave it out")  # fmt: skip
+    precision = ("bfloat16", "--load-in-16bit") if config.load_in_16bit else (
+        ("4-bit NF4", "the default; --load-in-16bit on GPUs of 80 GB and more") if config.load_in_4bit else
+        ("as stored", "--no-load-in-4bit: gpt-oss stays in MXFP4"))  # fmt: skip
+    shared = "memory is shared, moving them frees nothing"
+    environment, ptxas = {}, ("triton's own", "")
+    if machine.blackwell and machine.triton < (3, 6):
+        environment = {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
+                       "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
+        ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
+    load = {
+        "load_in_4bit": config.load_in_4bit and not config.load_in_16bit,
+        "load_in_16bit": config.load_in_16bit,
+        "use_gradient_checkpointing": True,
+        "offload_embedding": False if machine.unified else "auto",
+    }
+    rows = (
+        ("device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", ""),
+        ("memory", f"{machine.memory / 1e9:.0f} GB", "shared with the processor" if machine.unified else ""),
+        ("precision", *precision),
+        ("gradient checkpointing", "on the GPU", shared if machine.unified else "short sequences: RAM would cost time"),
+        ("embeddings", "on the GPU" if machine.unified else "in RAM where memory is tight",
+         shared if machine.unified else "Unsloth decides"),
+        ("attention", "gpt-oss: flex in training, eager in generation", "attention sinks; no flash-attn, no xformers"),
+        ("ptxas", *ptxas),
+    )  # fmt: skip
+    return Settings(load, environment, rows)
 
 
 def gpu_is_there() -> bool:
@@ -1800,27 +1990,53 @@ def tiny_keys(folder: Path | None) -> str | None:
     return next((keys for keys in LAYOUTS if tiny_folder(keys=keys) == folder), None)
 
 
+def instruct_variant(name: str) -> str:
+    """The name that a base model's instruct variant most likely has."""
+    for ending, instead in (("-Base", ""), ("-base", ""), ("-pt", "-it")):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + instead
+    return f"{name}-Instruct"
+
+
+def check_template(name: str, files: Container[str], read: Callable[[str], Path | str]) -> None:
+    """Raise UsageError for a model without a chat template; `files` are its files' names, `read` gives one's place."""
+    if "chat_template.jinja" in files or "chat_template.json" in files or "tokenizer_config.json" not in files:
+        return
+    if not read_json(Path(read("tokenizer_config.json"))).get("chat_template"):
+        raise UsageError(f"{name} has no chat template, so it is no model for chats: try {instruct_variant(name)}")
+
+
 def check_model(name: str, reasoning: str) -> None:
     """Raise UsageError for a model that cannot be had or used so, before anything expensive starts."""
     folder = Path(name)
     if reasoning != "none" and (name == "tiny" or tiny_keys(adapter_base(name))):
         raise UsageError("the embedded model knows no analysis: take --reasoning none")
-    if name == "tiny":
-        return
     if folder.is_dir():
         base = adapter_base(name)
         if base is None and "model_type" not in read_json(folder / "config.json"):
             raise UsageError(f"{name} holds no model: no config.json of a model, and no adapter_config.json")
         if base and base.is_absolute() and not base.exists() and not tiny_keys(base):
             raise UsageError(f"{name} is an adapter to {base}, which is not there any more")
-        return
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if base is None:
+            check_template(name, {file.name for file in folder.iterdir()}, folder.joinpath)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        check_hub(name)
+    elif name != "tiny":
         raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+
+
+def check_hub(name: str) -> None:
+    """Raise UsageError for a model that the hub does not have, or does not give; without a hub, one not cached."""
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        HfApi().model_info(name, timeout=10)
+        info = HfApi().model_info(name, timeout=10)
+        check_template(name, {file.rfilename for file in info.siblings or ()}, partial(hf_hub_download, name))
+    except UsageError:
+        raise
+    except GatedRepoError:
+        raise UsageError(f"{name} wants its licence agreed to: do so on its page, then set HF_TOKEN") from None
     except RepositoryNotFoundError:
         raise UsageError(f"the hub has no model {name!r}, or shows it only to a token (set HF_TOKEN)") from None
     except Exception:  # whatever the network stack raises
@@ -1830,37 +2046,146 @@ def check_model(name: str, reasoning: str) -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[str], None]) -> tuple[Any, Any]:
+def check_disk(folder: Path, needed: float, remedy: str) -> None:
+    """Raise UsageError where a folder's disk has less room than `needed` bytes."""
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise UsageError(f"{folder} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free: {remedy}")
+
+
+def available_memory() -> int:
+    """Bytes of RAM that this machine can still give; on a machine with unified memory its GPU's too."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def memory_needed(name: str, config: TrainConfig | EvalConfig) -> dict[str, float]:
+    """Bytes that a model takes on a GPU, by purpose: an estimate from its config; empty where that says too little.
+
+    Experts and projections at 4.13 bits a weight in NF4 (4.25 in MXFP4), all else at 16; an adapter's weight with its
+    gradient and both moments at 10 bytes; keys and values of all completions of a step.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rows = config.batch_size * config.accumulation if isinstance(config, TrainConfig) else config.eval_batch_size
+    try:
+        model_config = AutoConfig.from_pretrained(str(adapter_base(name) or name))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+        text = model_config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except Exception:  # architectures of which transformers knows too little; loading will tell
+        return {}
+    packed = 4.13 / 8 if config.load_in_4bit and not config.load_in_16bit else 2.0
+    if getattr(model_config, "quantization_config", None) and not config.load_in_16bit:
+        packed = min(packed, 4.25 / 8)
+    whole = re.compile(r"embed|lm_head|router|bias")
+    weights = sum(
+        p.numel() * (2 if p.ndim < 2 or whole.search(name) else packed) for name, p in model.named_parameters()
+    )
+    adapted = sum(sum(p.shape[-2:]) * math.prod(p.shape[:-2]) for name, p in model.named_parameters()
+                  if p.ndim > 1 and not whole.search(name))  # fmt: skip
+    return {
+        "weights": weights,
+        "adapters": 10.0 * config.lora_rank * adapted if isinstance(config, TrainConfig) else 0.0,
+        "keys and values": 2.0 * 2 * rows * config.max_seq_length * text.num_hidden_layers * heads * width,
+        "CUDA and scratch": 3e9,
+    }
+
+
+def check_memory(name: str, machine: Machine, needed: Mapping[str, float]) -> None:
+    """Raise UsageError where a model will not fit."""
+    import torch
+
+    free = available_memory() if machine.unified else torch.cuda.mem_get_info()[0]
+    if sum(needed.values()) > free:
+        parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in needed.items())
+        raise UsageError(
+            f"{name} needs about {sum(needed.values()) / 1e9:.0f} GB of GPU memory ({parts}), and "
+            f"{free / 1e9:.0f} are free: end what else uses it, lower --batch-size, or take a smaller --model"
+        )
+
+
+def check_download(name: str) -> None:
+    """Raise UsageError where the disk has no room for what is still to be downloaded of a model."""
+    from huggingface_hub import constants, snapshot_download
+
+    if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    files = snapshot_download(name, dry_run=True, ignore_patterns=["*/*"])
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    check_disk(Path(constants.HF_HUB_CACHE), missing, "set HF_HOME to a folder on a larger disk")
+
+
+def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """Unsloth's loader for every model: (model, tokenizer).  Raises UsageError, in one line."""
     base = adapter_base(name)
     local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(tiny_keys(base))))
     prepare_environment(offline=local)
     say("loading torch, unsloth and trl")
-    import unsloth  # noqa: I001 - before transformers and trl, which it patches
+    import unsloth  # noqa: I001 - before transformers and trl, which it patches, and before torch, which it sets up
     import torch
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
+    machine = find_machine()
+    if (
+        machine.gpu
+        and base
+        and not base.is_dir()
+        and read_json(Path(name) / "adapter_config.json")["target_parameters"]
+    ):
+        config = dataclasses.replace(config, load_in_4bit=False)  # it fits the experts as released, not as in 4 bits
+    settings = choose_settings(machine, config)
+    os.environ.update(settings.environment)
+    say(settings_table(settings))
     if local:
         disable_progress_bar()  # it is for downloads
     if keys := config.keys if name == "tiny" else tiny_keys(base):
         torch.set_num_threads(1)  # as in its warm start
-        tiny = warm_start(keys=keys, progress=every_tenth(say))  # an adapter's base may have left the cache
+        tiny = by_first_rank(partial(warm_start, keys=keys, progress=every_tenth(say)))  # an adapter's base may be gone
         name = str(tiny) if name == "tiny" else name
+    if machine.gpu:
+        check_memory(name, machine, memory_needed(name, config))
+    if not local:
+        check_download(four_bit_name(name) if settings.load["load_in_4bit"] else name)
     try:
         model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
             model_name=name,
             max_seq_length=config.max_seq_length,
-            load_in_4bit=config.load_in_4bit and torch.cuda.is_available(),
-            dtype=None if torch.cuda.is_available() else torch.float32,
+            dtype=None if machine.gpu else torch.float32,
+            random_state=config.seed,
+            **settings.load,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
+    if machine.gpu and settings.load["load_in_4bit"] and not getattr(model, "is_loaded_in_4bit", False):
+        raise UsageError("bitsandbytes cannot load 4-bit weights here: see the lines above, or take --no-load-in-4bit")
     if not tokenizer.chat_template:
-        raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
+        raise UsageError(f"model {name!r} has no chat template: try {instruct_variant(name)}")
     open_channel(tokenizer, config.reasoning)
     return model, tokenizer
+
+
+def four_bit_name(name: str) -> str:
+    """The repository that Unsloth takes where a model is loaded in 4 bits: often one with such weights."""
+    from unsloth.models.loader_utils import get_model_name  # only where there is a GPU
+
+    return str(get_model_name(name, load_in_4bit=True) or name)
+
+
+def settings_table(settings: Settings) -> Table:
+    """What was found and switched, and why."""
+    from rich.table import Table
+
+    table = Table("", "", "why", box=None, show_header=False)
+    for row in settings.rows:
+        table.add_row(*map(rich_text, row))
+    return table
 
 
 def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]:
@@ -1886,7 +2211,7 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         lora_dropout=0.0,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         target_parameters=sorted(fused) or None,
-        use_gradient_checkpointing="unsloth",
+        use_gradient_checkpointing=bool(next(model.parameters()).is_cuda),  # as it was loaded
         random_state=config.seed,
     )
 
@@ -2138,8 +2463,8 @@ class RolloutLog:
         @wraps(reward_function)
         def recorded(completions: Sequence[Any], **columns: Any) -> list[float]:
             started = time.perf_counter()
-            random_won = self._random_won(max(columns["target"]))
             verdicts = judge(completions, **columns)
+            random_won = self._random_won(max(columns["target"]))
             known = {"random_won": random_won, "scoring_seconds": time.perf_counter() - started}
             self._record(completions, verdicts, columns, known)
             return reward_function(completions, **columns)
@@ -2150,37 +2475,43 @@ class RolloutLog:
         self, completions: Sequence[Any], verdicts: list[Verdict], columns: dict[str, Any], known: dict[str, Any]
     ) -> None:
         rewards = strategy_succeeds(completions, **columns)
-        texts = [completion_text(completion) for completion in completions]
-        targets, group = columns["target"], self._config.generations
-        totals = [  # as the trainer weighs them
+        totals = (  # as the trainer weighs them
             sum(values) + self._config.cut_off_price * late
             for *values, late in zip(
                 function_works(completions, **columns), no_cheating(completions, **columns), rewards,
                 ends_in_time(completions, **columns), strict=True)
-        ]  # fmt: skip
-        self.flat = flat_groups(totals, group)
-        known |= {"target": max(targets), "flat": statistics.fmean(self.flat)}
+        )  # fmt: skip
+        rows = gathered(list(zip(map(completion_text, completions), rewards, totals, columns["target"], verdicts,
+                                 strict=True)))  # fmt: skip
+        group = self._config.generations
+        groups = [rows[i : i + group] for i in range(0, len(rows), group)]
+        self.flat = flat_groups([total for _, _, total, _, _ in rows], group)
+        target = max(target for _, _, _, target, _ in rows)
+        known |= {"target": target, "flat": statistics.fmean(self.flat)}
+        texts, rewards, _, _, verdicts = (list(column) for column in zip(*rows, strict=True))
         self.summary = StepSummary.of(texts, verdicts, rewards, group, **known)
         for name, value in self.summary.curves().items():
             columns.get("log_metric", lambda *_: None)(name, value)
-        for i in range(0, len(verdicts), group):
-            results = [result for verdict in verdicts[i : i + group] for result in verdict.results]
-            self._curriculum.record(targets[i], statistics.fmean(r.outcome == "success" for r in results))
+        for part in groups:
+            results = [result for *_, verdict in part for result in verdict.results]
+            self._curriculum.record(part[0][3], statistics.fmean(r.outcome == "success" for r in results))
         self._steps += 1
+        self._choose_finalists(verdicts)
+        if RANK == 0:
+            state = columns.get("trainer_state")
+            played = [{"text": text, "reward": reward, **dataclasses.asdict(verdict)}
+                      for text, reward, verdict in zip(texts, rewards, verdicts, strict=True)]  # fmt: skip
+            with self._path.open("a", encoding="utf-8") as file:
+                step = {"step": state.global_step + 1 if state else None, "target": target, "completions": played}
+                file.write(json.dumps(step) + "\n")
+
+    def _choose_finalists(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
             if verdict.source and verdict.works == "load" and not verdict.cheating:
                 tile = statistics.fmean(result.max_tile for result in verdict.results)
                 self.finalists[verdict.source] = max((tile, self._steps), self.finalists.get(verdict.source, (0.0, 0)))
         best = sorted(self.finalists.items(), key=itemgetter(1), reverse=True)  # of equal ones, the latest
         self.finalists = dict(best[: self.FINALISTS])
-        rows = [
-            {"text": text, "reward": reward, **dataclasses.asdict(verdict)}
-            for text, reward, verdict in zip(texts, rewards, verdicts, strict=True)
-        ]
-        state = columns.get("trainer_state")
-        with self._path.open("a", encoding="utf-8") as file:
-            step = {"step": state.global_step + 1 if state else None, "target": max(targets), "completions": rows}
-            file.write(json.dumps(step) + "\n")
 
 
 def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]:
@@ -2206,7 +2537,7 @@ def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
         made = [training_row(config, group, curriculum.target) for group in batch["group"]]
         return {name: [row[name] for row in made] for name in made[0]}
 
-    groups = config.steps * config.batch_size * config.accumulation // config.generations
+    groups = RANKS * config.steps * config.batch_size * config.accumulation // config.generations
     return Dataset.from_dict({"group": list(range(groups))}).with_transform(rows)
 
 
@@ -2214,16 +2545,18 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     """A batch whose loss is that of the groups with spread alone; unchanged where there is none or only such.
 
     A flat group has no gradient but counts in the loss's mean, over completions or over tokens: the advantages of the
-    others are raised by as much.
+    others are raised by as much.  `flat` are the groups of all ranks; a batch holds those of its own.
     """
     import torch
 
     if all(flat) or not any(flat):
         return batch
     advantages = batch["advantages"]  # (B,)
-    kept = ~torch.tensor(flat, device=advantages.device).repeat_interleave(len(advantages) // len(flat))  # (B,)
+    own = flat[RANK * len(flat) // RANKS : (RANK + 1) * len(flat) // RANKS]
+    kept = ~torch.tensor(own, device=advantages.device).repeat_interleave(len(advantages) // len(own))  # (B,)
     weights = batch["completion_mask"].sum(1) if by_token else torch.ones_like(advantages)  # (B,)
-    return batch | {"advantages": advantages * kept * weights.sum() / (weights * kept).sum()}
+    every, some = map(sum, zip(*gathered([(weights.sum().item(), (weights * kept).sum().item())]), strict=True))
+    return batch | {"advantages": advantages * kept * every / some}
 
 
 def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> dict[str, float]:
@@ -2246,7 +2579,52 @@ def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int
         kl += (now.exp() * (now - start)).sum().item()
         entropy -= (now.exp() * now).sum().item()
         count += len(now)
+    torch.compiler.set_stance("default")  # unsloth's forward without labels may have changed it
     return {"sampled/kl": kl / max(1, count), "sampled/entropy": entropy / max(1, count)}
+
+
+@contextlib.contextmanager
+def scored_early(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Let the players begin with each completion as soon as it has ended, while longer ones are still being written.
+
+    `rows` are the dataset's, one for each completion that is generated within.
+    """
+    import torch
+    from transformers import StoppingCriteria
+
+    class StopsNothing(StoppingCriteria):  # type: ignore[misc]
+        EVERY = 16  # tokens: looking means to wait for the GPU
+
+        def __init__(self) -> None:
+            self.start = self.calls = 0
+            self.begun: set[int] = set()
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:  # (B, T)
+            self.start = self.start or input_ids.shape[1] - 1
+            self.calls += 1
+            if self.calls % self.EVERY == 0 and len(input_ids) == len(rows):
+                ended = input_ids[:, self.start :] == tokenizer.eos_token_id
+                for i in set(ended.any(1).nonzero().flatten().tolist()) - self.begun:
+                    answer = input_ids[i, self.start :][: int(ended[i].int().argmax())]
+                    shared_pool().begin(completion_job(tokenizer.decode(answer, skip_special_tokens=True), rows[i]))
+                    self.begun.add(i)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    shared_pool().forget_begun()
+    own, generate = vars(model).get("generate"), model.generate
+
+    @wraps(generate)
+    def generate_and_begin(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, stopping_criteria=[StopsNothing()], **kwargs)
+
+    model.generate = generate_and_begin
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.generate
+        else:
+            model.generate = own
 
 
 SAMPLED_EVERY = 10  # steps
@@ -2264,7 +2642,8 @@ def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             started = time.perf_counter()
-            batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            with scored_early(self.model, self.processing_class, inputs):
+                batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.rollout_seconds = time.perf_counter() - started
             self.sampled = {}
             if self.state.global_step % SAMPLED_EVERY == 0:
@@ -2316,7 +2695,10 @@ def make_trainer(
         scale_rewards=config.scale_rewards,
         entropy_coef=config.entropy_coef,
         beta=config.beta,
-        mask_truncated_completions=False,  # unsloth would mask them where the loss is dapo
+        mask_truncated_completions=False,  # unsloth would mask them where the loss is dapo, and clip otherwise
+        epsilon=0.2,
+        epsilon_high=0.2,
+        **({"unsloth_grpo_mini_batch": config.batch_size} if gpu else {}),  # else what is free at the moment decides
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
@@ -2454,7 +2836,7 @@ def step_reporter(
             progress.update(task, completed=state.global_step)
             if word := watcher.look(step, logs):
                 say(f"  watch out: {word}", style="bold yellow")
-            if watcher.collapsed or time.monotonic() > end:
+            if watcher.collapsed or by_first_rank(lambda: time.monotonic() > end):
                 control.should_save = control.should_training_stop = True
 
         def state(self) -> dict[str, Any]:
@@ -2498,6 +2880,15 @@ class Training:
     finalists: tuple[str, ...]  # the programs with the largest tiles
 
 
+def adapter_digest(model: Any) -> str:
+    """Of all weights that are trained."""
+    digest = hashlib.sha256()
+    for weights in model.parameters():
+        if weights.requires_grad:
+            digest.update(weights.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Training:
     """All training steps, or those until a collapse or the end of time; the adapter is left in the run's folder."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -2513,8 +2904,12 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
         reporter = step_reporter(trainer, log, curriculum, watcher, progress, config)
         trainer.add_callback(reporter)
         trainer.train()
-    model.save_pretrained(run / "adapter")
-    tokenizer.save_pretrained(run / "adapter")
+    digests = gathered([adapter_digest(model)])
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"the processes have trained different adapters: {digests}")
+    if RANK == 0:
+        model.save_pretrained(run / "adapter")
+        tokenizer.save_pretrained(run / "adapter")
     return Training(
         steps=trainer.state.global_step,
         minutes=round((time.monotonic() - started) / 60, 2),
@@ -2530,18 +2925,28 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after, save.  Returns what --json prints."""
     started = time.monotonic()
     check_model(config.model, config.reasoning)
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
-    run = make_run_folder(config)
+    prepare_environment(offline=config.model == "tiny")
+    join_ranks()
+    shared_pool(jailed=not config.unsafe_no_jail)
+    run = by_first_rank(partial(make_run_folder, config))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
     say(f"playing {config.games} held-out boards with the untrained model")
-    before = evaluate_model(model, tokenizer, config)
+    before = by_first_rank(partial(evaluate_model, model, tokenizer, config))
     training = learn(model, tokenizer, config, run, console)
     if training.collapsed:
         say(f"stopped at step {training.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     say(f"playing {config.games} held-out boards with the trained model")
-    after = evaluate_model(model, tokenizer, config)
+    after = by_first_rank(partial(evaluate_model, model, tokenizer, config))
+    return by_first_rank(partial(conclude, before, training, after, config, run, started, console))
+
+
+def conclude(
+    before: Score, training: Training, after: Score, config: TrainConfig, run: Path, started: float, console: Console
+) -> dict[str, Any]:
+    """Hold a run's result against the controls, write it down and show it with the best program."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say("playing them with both controls")
     result: dict[str, Any] = {
         "before": dataclasses.asdict(before),
@@ -2550,7 +2955,8 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         "best": None,
         **{name: value for name, value in vars(training).items() if name != "finalists"},
         "run": str(run),
-        "jailed": pool.jailed,
+        "ranks": RANKS,
+        "jailed": shared_pool().jailed,
     }
     say("choosing the best program of the run, and playing them with it")
     source = best_program(training.finalists, config)
@@ -2564,6 +2970,308 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         say(f"the best program ({run / 'best_strategy.py'}):\n")
         console.print(printable_source(source), highlight=False, markup=False, soft_wrap=True)
     return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Export
+
+MXFP4_CONFIG = {  # what config.json says of such weights
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+EXPERTS = re.compile(r"\.experts\.\w+_proj$")  # the parameters that MXFP4 is for
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of E2M1; a code's fourth bit is the sign
+
+
+def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix (in, out), `in` a multiple of 32, to MXFP4: blocks (out, in/32, 16) and scales (out, in/32), uint8.
+
+    Groups of 32 inputs share a power of two (a scale is its exponent plus 127); two codes of four bits make a byte, the
+    first in the low half.  Of the two exponents that fit a group's largest weight, the one with the smaller squared
+    error; so weights that were MXFP4 before come back exactly.  OCP Microscaling Formats 1.0, sections 5 and 6.
+    """
+    import torch
+
+    groups = weight.float().T.contiguous().unflatten(1, (-1, 32))  # (out, in/32, 32)
+    values = torch.tensor(FP4, device=weight.device)
+    middles = (values[1:] + values[:-1]) / 2
+    largest = groups.abs().amax(-1, keepdim=True)
+    floor = torch.frexp(largest).exponent - 3  # floor(log2(largest)) - 2: FP4 reaches 6, from 4 on
+    best = (torch.empty(()), torch.empty(()), torch.empty(()))
+    for attempt, exponent in enumerate((floor, floor + 1)):
+        exponent = exponent.where(largest > 0, 0).clamp(-127, 127)
+        size = torch.ldexp(groups.abs(), -exponent)
+        codes = torch.bucketize(size, middles)  # what lies in the middle goes down,
+        codes += (codes % 2 == 1) & (size == middles[codes.clamp(max=6)])  # unless the even code is above
+        error = (values[codes] - size).square().sum(-1, keepdim=True) * torch.exp2(2.0 * exponent)
+        new = codes + 8 * (groups < 0), exponent, error
+        best = new if attempt == 0 else tuple(b.where(error < best[2], a) for a, b in zip(best, new, strict=True))
+    codes = best[0].to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (best[1] + 127).squeeze(-1).to(torch.uint8)
+
+
+def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What quantize_mxfp4 has made of a matrix, as float32 (in, out)."""
+    import torch
+
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()  # (out, in/32, 32)
+    values = torch.tensor([*FP4, *(-value for value in FP4)], device=blocks.device)[codes]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(1).T
+
+
+def fuse_expert_adapters(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter whose experts have a LoRA pair each, as trained in 4 bits, in the layout of the released gpt-oss.
+
+    There the experts of a layer are one parameter (E, in, out), whose pair is A (E * r, in), expert after expert, and
+    B (out, r * E), in which the expert changes fastest.  Other adapters come back unchanged.
+    """
+    import torch
+
+    name = re.compile(r"(.*\.experts)\.(gate_up|down)_projs\.(\d+)\.(lora_[AB])\.weight")
+    matches = {key: name.fullmatch(key) for key in weights}
+    fused = {key: weights[key] for key, match in matches.items() if not match}
+    experts: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    for key, match in matches.items():
+        if match:
+            experts.setdefault((match[1], match[2], match[4]), {})[int(match[3])] = weights[key]
+    for (module, projection, side), pairs in experts.items():
+        inner = ".base_layer" if projection == "gate_up" else ""  # PEFT wraps a module once for each of its parameters
+        parts = [pairs[expert] for expert in range(len(pairs))]
+        fused[f"{module}{inner}.{side}.weight"] = (
+            torch.cat(parts) if side == "lora_A" else torch.stack(parts, -1).flatten(1)
+        )
+    return fused
+
+
+def full_precision(name: str) -> str:
+    """The model whose weights a 4-bit one was made from; Unsloth names the latter after it."""
+    return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
+
+
+def export_adapter(source: Path, base: str, folder: Path) -> None:
+    """Write an adapter and its tokenizer so that PEFT loads it on the model as it was released, `base`."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    config = read_json(source / "adapter_config.json")
+    weights = load_file(source / "adapter_model.safetensors")
+    fused = fuse_expert_adapters(weights)
+    if fused.keys() != weights.keys():
+        config["target_modules"] = sorted({key.split(".")[-3] for key in fused if ".experts." not in key})
+        config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    config["base_model_name_or_path"] = base
+    save_file(fused, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def weights_size(config: Any, format: str) -> int:
+    """Bytes of a model's weights in bfloat16, or with the experts in MXFP4 (4.25 bits a weight)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    bits = {name: 4.25 if format == "mxfp4" and EXPERTS.search(name) else 16 for name, _ in model.named_parameters()}
+    return int(sum(parameter.numel() * bits[name] / 8 for name, parameter in model.named_parameters()))
+
+
+def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, float]:
+    """The experts of an adapted model in MXFP4, by the names that transformers reads.
+
+    With two shares of the size of what the adapter changes in them: how much of it is left after the rounding to four
+    bits, and the noise that the rounding adds.
+    """
+    import torch
+    from peft.tuners.lora.layer import ParamWrapper
+
+    def plain(name: str) -> str:
+        return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+    changes = {f"{plain(name)}.{module.parameter_name}": partial(module.get_delta_weight, "default")
+               for name, module in adapted.named_modules() if isinstance(module, ParamWrapper)}  # fmt: skip
+    experts = {plain(name): weights.detach() for name, weights in adapted.named_parameters()
+               if EXPERTS.search(plain(name))}  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed: dict[str, torch.Tensor] = {}
+    left = noise = size = 0.0
+    for name, weights in experts.items():  # (E, in, out)
+        parts = []
+        for expert, change in zip(weights, changes[name]() if name in changes else 0 * weights, strict=True):
+            expert, change = expert.to(device).float(), change.detach().to(device).float()
+            parts.append(quantize_mxfp4(expert + change))
+            moved = dequantize_mxfp4(*parts[-1]) - expert
+            left += (moved * change).sum().item()
+            noise += (moved - change).square().sum().item()
+            size += change.square().sum().item()
+        for part, tensors in zip(("blocks", "scales"), zip(*parts, strict=True), strict=True):
+            packed[f"{name}_{part}"] = torch.stack(tensors).cpu()
+    return packed, left / (size or 1.0), math.sqrt(noise / (size or 1.0))
+
+
+def merge_adapter(adapter: Path, base: str, format: str, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the model with an adapter merged in: in bfloat16, or the experts in MXFP4.  Works on the CPU.
+
+    Raises UsageError where memory or disk do not suffice, or the model has no such experts.
+    """
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    config = AutoConfig.from_pretrained(base)
+    packed = getattr(config, "quantization_config", None)
+    if packed and packed["quant_method"] != "mxfp4":
+        raise UsageError(f"{base} is quantized ({packed['quant_method']}): name the model it was made from with --base")
+    if format == "mxfp4" and config.model_type != "gpt_oss":
+        raise UsageError(f"mxfp4 is the format of gpt-oss, and {base} is {config.model_type}: take merged_16bit")
+    written, whole = weights_size(config, format), weights_size(config, "merged_16bit")
+    check_disk(folder, written, "choose another --output-dir")
+    needed, available = 1.1 * whole + (written if format == "mxfp4" else 0), available_memory()
+    if needed > available:
+        raise UsageError(f"merging {base} takes {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} are free: "
+                         "take --format lora, and merge on a larger machine")  # fmt: skip
+    say(f"loading {base}")
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype="auto", quantization_config=Mxfp4Config(dequantize=True) if packed else None
+    )
+    say("merging the adapter")
+    adapted = PeftModel.from_pretrained(model, adapter)
+    if format == "mxfp4":
+        say("rounding the experts to four bits")
+        experts, left, noise = pack_experts(adapted)
+        say(
+            f"of what the adapter changes in the experts {left:.0%} is left; the rounding is {noise:.1f} times as large"
+        )
+    model = adapted.merge_and_unload().to(torch.bfloat16)
+    weights = model.state_dict()
+    if format == "mxfp4":
+        weights = {name: tensor for name, tensor in weights.items() if not EXPERTS.search(name)} | experts
+        model.config.quantization_config = MXFP4_CONFIG
+    model.hf_quantizer = None  # it is quantized no more, or as said above
+    model.save_pretrained(folder, state_dict=weights, save_original_format=config.model_type != "gpt_oss")
+
+
+MODEL_CARD = """\
+---
+library_name: {library}
+pipeline_tag: text-generation
+tags: [grpo, "2048"]{base}
+---
+
+# {name} playing 2048
+
+{kind}, trained with GRPO to answer a prompt with a Python function that plays the game 2048. What it writes is code by
+a language model: run it only where it can do no harm, such as in the jail of gpt_2048_rl.py.
+{results}
+```python
+from {library} import {loader}
+from transformers import AutoTokenizer
+
+model = {loader}.from_pretrained(FOLDER, dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+{config}"""
+
+
+def model_card(base: str, format: str, run: Path) -> str:
+    """README.md of an export: what it is, the run's results, how to load it, the run's config and seed."""
+    config, result = read_json(run / "config.json"), read_json(run / "result.json")
+    config.pop("output_dir", None)  # a path of this machine
+    settings, table = json.dumps(config, indent=2), ""
+    if result:
+        rows = {"before training": result["before"], "after training": result["after"],
+                **{f"control: {name} moves": score for name, score in result["controls"].items()}}  # fmt: skip
+        table = f"\n| held-out boards | made {config['target']} | 95% interval | median tile | games |\n"
+        table += "|---|---|---|---|---|\n"
+        for name, row in rows.items():
+            table += (f"| {name} | {row['won']:.0%} | {row['won_low']:.0%} to {row['won_high']:.0%} "
+                      f"| {row['largest_tile_median']:.0f} | {row['games']} |\n")  # fmt: skip
+    library, loader, kind = {
+        "lora": ("peft", "AutoPeftModelForCausalLM", "A LoRA adapter"),
+        "merged_16bit": ("transformers", "AutoModelForCausalLM", "The whole model, in bfloat16"),
+        "mxfp4": ("transformers", "AutoModelForCausalLM", "The whole model, the experts in MXFP4"),
+    }[format]
+    return MODEL_CARD.format(
+        library=library, loader=loader, kind=kind, results=table,
+        base="" if Path(base).is_dir() else f"\nbase_model: {base}",
+        name="The embedded model" if tiny_keys(Path(base)) else Path(base).name,
+        config=f"\nThe run's config, with its seed:\n\n```json\n{settings}\n```\n" if config else "",
+    )  # fmt: skip
+
+
+def check_token() -> None:
+    """Raise UsageError where the hub lets this machine upload nothing."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # no token, a wrong one, or no network
+        raise UsageError(f"the hub takes no upload from here ({error}): set HF_TOKEN, or run hf auth login") from None
+
+
+def upload(folder: Path, repository: str, private: bool) -> None:
+    """Upload a folder to the hub.  Raises UsageError."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained by gpt_2048_rl.py")
+    except Exception as error:
+        raise UsageError(f"{repository} could not be uploaded ({error}): {folder} is whole, use hf upload") from None
+
+
+def export(config: ExportConfig, console: Console) -> dict[str, Any]:
+    """The export command.  The folder appears whole or not at all.  Returns what --json prints."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    adapter = next((folder for folder in (config.source / "adapter", config.source)
+                    if (folder / "adapter_model.safetensors").is_file()), None)  # fmt: skip
+    if adapter is None:
+        raise UsageError(f"{config.source} holds no adapter: name a run's folder, a checkpoint or an adapter's folder")
+    folder = config.output_dir or Path("lora_model" if config.format == "lora" else f"{config.format}_model")
+    if folder.exists():
+        raise UsageError(f"{folder} is there already: choose another --output-dir")
+    base = config.base or full_precision(str(adapter_base(str(adapter))))
+    check_model(base, "none")
+    if keys := tiny_keys(Path(base)):
+        warm_start(keys=keys, progress=every_tenth(say))  # it may have left the cache
+    if config.format != "lora":
+        check_download(base)
+    if config.push_to_hub:
+        check_token()
+    say("loading torch and transformers")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
+            made, lora = Path(scratch) / "made", Path(scratch) / "lora"
+            lora.mkdir()
+            export_adapter(adapter, base, lora)
+            if config.format == "lora":
+                lora.rename(made)
+            else:
+                merge_adapter(lora, base, config.format, made, say)
+                for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
+                    shutil.copy(file, made)
+            run = next((place for place in (config.source, config.source.parent) if (place / "config.json").is_file()
+                        and "recipe" in read_json(place / "config.json")), config.source)  # fmt: skip
+            (made / "README.md").write_text(model_card(base, config.format, run), encoding="utf-8")
+            made.rename(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be written ({error.strerror or error}): choose another --output-dir"
+        ) from None
+    say(f"{config.format} of {config.source} is in {folder}")
+    if config.push_to_hub:
+        say(f"uploading to {config.push_to_hub}")
+        upload(folder, config.push_to_hub, config.private)
+    return {"format": config.format, "base": base, "folder": str(folder), "hub": config.push_to_hub or None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2634,6 +3342,54 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     return summary
 
 
+def doctor(config: DoctorConfig, console: Console) -> dict[str, Any]:
+    """The doctor command.  Returns what --json prints; `fit` says whether training could start."""
+    from rich.table import Table
+
+    name = resolve_model(config.model)
+    prepare_environment(offline=name == "tiny")
+    machine, versions = find_machine(), library_versions()
+    training = train_defaults(name, "stable", "none")
+    training.load_in_4bit, training.load_in_16bit = config.load_in_4bit, config.load_in_16bit
+    training.max_seq_length = 568 + training.max_new_tokens
+    rows: list[tuple[str, ...]] = []
+
+    def settings() -> str:
+        rows.extend(choose_settings(machine, training).rows)
+        return "as above"
+
+    def model() -> str:
+        check_model(name, "none")
+        return f"{name} can be had"
+
+    def memory() -> str:
+        if not machine.gpu:
+            return "not looked at without a GPU"
+        check_memory(name, machine, needed := memory_needed(name, training))
+        return f"about {sum(needed.values()) / 1e9:.0f} GB needed" if needed else "not known for this model"
+
+    checks: dict[str, str] = {}
+    wrong: list[str] = []
+    for part, check in {"settings": settings, "jail": jail_works, "model": model, "memory": memory}.items():
+        try:
+            checks[part] = check()
+        except (UsageError, JailError) as error:
+            checks[part] = str(error)
+            wrong.append(part)
+    table = Table("", "", "", box=None, show_header=False)
+    for row in (*rows, *((library, version, "") for library, version in versions.items()),
+                *((part, "NO" if part in wrong else "ok", text) for part, text in checks.items())):  # fmt: skip
+        table.add_row(*map(rich_text, row))
+    console.print(table)
+    return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
+            "fit": not wrong}  # fmt: skip
+
+
+def jail_works() -> str:
+    """What the pool's canary says.  Raises JailError."""
+    return f"holds, {len(os.sched_getaffinity(0))} workers" if shared_pool().jailed else "left off"
+
+
 def play(config: PlayConfig, console: Console) -> dict[str, Any]:
     """The play command.  Returns what --json prints."""
     from rich.table import Table
@@ -2691,16 +3447,17 @@ _RANGES = {
 }  # fmt: skip
 
 
-def check_config(config: TrainConfig | EvalConfig | PlayConfig) -> None:
+def check_config(config: Config) -> None:
     """Raise UsageError for the first number that makes no sense."""
     for name, (low, high) in _RANGES.items():
         value = getattr(config, name, low)
         if not low <= value <= high:
             raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
-    try:
-        check_game(config.size, config.target)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
+    if isinstance(config, TrainConfig | EvalConfig | PlayConfig):
+        try:
+            check_game(config.size, config.target)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
     if isinstance(config, PlayConfig) and not config.seeds:
         raise UsageError("--seeds needs at least one number")
     if isinstance(config, TrainConfig) and (config.run_name != Path(config.run_name).name or config.run_name == ".."):
@@ -2712,6 +3469,15 @@ def check_config(config: TrainConfig | EvalConfig | PlayConfig) -> None:
         )
 
 
+KINDS: dict[str, Any] = {
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "play": PlayConfig,
+    "export": ExportConfig,
+    "doctor": DoctorConfig,
+}
+
+
 def _given(argv: Sequence[str], flag: str, choices: Container[str] | None, default: str) -> Any:
     """The value that a flag has on the command line, or the default; wrong ones are left to tyro's complaint."""
     values = [after if name == flag else name.removeprefix(f"{flag}=") for name, after in pairwise([*argv, ""])
@@ -2719,14 +3485,13 @@ def _given(argv: Sequence[str], flag: str, choices: Container[str] | None, defau
     return values[-1] if values and (choices is None or values[-1] in choices) else default
 
 
-def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
+def parse_arguments(argv: list[str]) -> Config:
     """The command's config.  Raises UsageError; SystemExit(0) after --help."""
     import tyro
 
-    command = argv.pop(0) if argv and argv[0] in ("train", "eval", "play") else "train"
+    command = argv.pop(0) if argv and argv[0] in KINDS else "train"
     if command == "train" and argv[:1] in (["-h"], ["--help"]):
         print(__doc__)
-    kinds: dict[str, Any] = {"train": TrainConfig, "eval": EvalConfig, "play": PlayConfig}
     reasoning = _given(argv, "--reasoning", REASONING, "none")
     default: Any = None  # the numbers, and what --help says of them, are those of what was chosen
     if command == "train":
@@ -2737,8 +3502,8 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            config: TrainConfig | EvalConfig | PlayConfig = tyro.cli(
-                kinds[command], args=argv, default=default, prog=f"gpt_2048_rl.py {command}",
+            config: Config = tyro.cli(
+                KINDS[command], args=argv, default=default, prog=f"gpt_2048_rl.py {command}",
                 config=(tyro.conf.PositionalRequiredArgs,),
             )  # fmt: skip
     except SystemExit as stop:
@@ -2749,11 +3514,11 @@ def parse_arguments(argv: list[str]) -> TrainConfig | EvalConfig | PlayConfig:
         raise UsageError(f"{said} (see gpt_2048_rl.py {command} --help)") from None
     if isinstance(config, TrainConfig):
         config.model = resolve_model(config.model)
-    if not isinstance(config, PlayConfig):
+    if isinstance(config, TrainConfig | EvalConfig):
         config.max_seq_length = config.max_seq_length or 568 + config.max_new_tokens
     check_config(config)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("more than one process is not supported yet: start it with python, without torchrun")
+    if RANKS > 1 and not isinstance(config, TrainConfig):
+        raise UsageError(f"{command} runs in one process: start it with python, without torchrun")
     return config
 
 
@@ -2766,7 +3531,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rich.console import Console
 
         with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
-            console = Console()
+            console = Console(quiet=RANK > 0)
             match config:
                 case TrainConfig():
                     result = train(config, console)
@@ -2774,7 +3539,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     result = evaluate(config, console)
                 case PlayConfig():
                     result = play(config, console)
-        if config.json:
+                case ExportConfig():
+                    result = export(config, console)
+                case DoctorConfig():
+                    result = doctor(config, console)
+        if config.json and RANK == 0:
             print(json.dumps(result), file=real_stdout)
     except JailError as error:
         print(f"error: model-written code cannot be jailed here ({error}); --unsafe-no-jail runs it all the same",
@@ -2786,6 +3555,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    if result.get("fit") is False:
+        return 2
     return 3 if result.get("collapsed") else 0
 
 

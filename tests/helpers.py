@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import gpt_2048_rl as program
@@ -64,6 +64,12 @@ def run_python(code: str, *arguments: str, **options: object) -> subprocess.Comp
     command = [sys.executable, "-c", code, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def run(*arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The program as its user runs it."""
+    command = [sys.executable, str(ROOT / "gpt_2048_rl.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, check=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

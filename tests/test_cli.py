@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import HONEST, ROOT
+from tests.helpers import HONEST, run
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
-
-
-def run(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The program as its user runs it."""
-    command = [sys.executable, str(ROOT / "gpt_2048_rl.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import descendants, wait_until, without_seconds
-from tests.test_cli import run
+from tests.helpers import descendants, run, wait_until, without_seconds
 
 FORESEES = """
 import collections

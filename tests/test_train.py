@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import descendants
-from tests.test_cli import run
-
-STEPS, GENERATIONS = 2, 8
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left behind."""
-
-    folder: Path
-    result: dict[str, Any]
-    stderr: str
-    rollouts: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def base() -> Path:
-    """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
-    program.prepare_environment(offline=True)
-    return program.warm_start()
-
-
-@pytest.fixture(scope="session")
-def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two steps of training through the command line."""
-    out = tmp_path_factory.mktemp("runs")
-    numbers = {"steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1, "boards": 2,
-               "learning-rate": 1e-3, "save-steps": 1, "games": 4, "target": 512, "max-new-tokens": 96}  # fmt: skip
-    flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-    done = run("--model", "tiny", "--output-dir", out, "--run-name", "two-steps", "--json", *flags)
-    assert done.returncode == 0, done.stderr
-    folder = out / "two-steps"
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    return Run(folder, json.loads(done.stdout.splitlines()[-1]), done.stderr, rollouts)
+from tests.conftest import GENERATIONS, STEPS, Run
+from tests.helpers import HONEST, descendants, run
 
 
 @pytest.mark.parametrize("keys", list(program.LAYOUTS))
@@ -295,3 +262,42 @@ def test_training_leaves_no_process(trained: Run) -> None:
     """Only what these tests themselves started is left."""
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(os.getpid())]
     assert not any(str(trained.folder.parent).encode() in command for command in commands)
+
+
+def test_players_begin_while_other_completions_are_still_written(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And begin with just what the trainer asks for later, so that no game is played twice."""
+    pool = program.shared_pool()
+    model, tokenizer = loaded
+    numbers = program.train_defaults("tiny", "stable", "none")
+    config = dataclasses.replace(numbers, steps=1, generations=16, batch_size=16, max_seq_length=768)
+    curriculum = program.Curriculum(64)
+    log = program.RolloutLog(tmp_path / "rollouts.jsonl", config, curriculum)
+    trainer = program.make_trainer(model, tokenizer, config, tmp_path, log, curriculum)
+    generate = vars(model).get("generate")
+    early: list[program.Job] = []
+    asked: list[program.Job] = []
+    begin, judge = pool.begin, pool.judge
+    monkeypatch.setattr(pool, "begin", lambda job: (asked or early.append(job), begin(job)))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(pool, "judge", lambda jobs: (asked.extend(jobs), judge(jobs))[1])  # type: ignore[func-returns-value]
+    trainer.train()
+    of_the_step = [job for job in asked if job.completion]
+    assert len(of_the_step) == 16
+    assert set(early) <= set(of_the_step)
+    assert len(early) >= len(set(of_the_step)) / 2
+    assert vars(model).get("generate") == generate
+
+
+def test_a_job_that_was_begun_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = program.shared_pool()
+    judged: list[program.Job] = []
+    judge = pool._judge
+    monkeypatch.setattr(pool, "_judge", lambda job: (judged.append(job), judge(job))[1])  # type: ignore[func-returns-value]
+    job = program.Job(HONEST, (4,), target=64)
+    pool.begin(job)
+    pool.begin(job)
+    assert pool.judge([job, job])[0].results[0].outcome == "success"
+    assert judged == [job]
+    pool.judge([job])
+    assert judged == [job, job]

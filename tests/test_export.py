@@ -1,0 +1,356 @@
+"""Exports: what is written loads again in PEFT and transformers, without this program, and computes the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.conftest import Run
+from tests.fake_hub import FakeHub
+from tests.helpers import run
+
+if TYPE_CHECKING:
+    import torch
+
+ADAPTER = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def learned(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder whose adapter has learned a lot: B matrices with noise instead of two steps' change."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(trained.folder, tmp_path_factory.mktemp("learned") / "run")
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "adapter" / ADAPTER)
+    for name, tensor in weights.items():
+        if "lora_B" in name:
+            tensor.normal_(std=0.03, generator=generator)
+    save_file(weights, folder / "adapter" / ADAPTER)
+    return folder
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """A model's answer to some tokens, in float32."""
+    import torch
+
+    with torch.no_grad():
+        return model.float()(torch.arange(1, 200)[None]).logits  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def expected(learned: Path) -> torch.Tensor:
+    """What the trained model computes, by PEFT."""
+    from peft import AutoPeftModelForCausalLM
+
+    return logits_of(AutoPeftModelForCausalLM.from_pretrained(learned / "adapter"))
+
+
+def exported(source: Path, format: str, folder: Path, **more: Any) -> str:
+    """What the command says; in this process, for torch takes its time to load."""
+    from rich.console import Console
+
+    console = Console(record=True, file=io.StringIO())
+    result = program.export(program.ExportConfig(source, format, folder, **more), console)  # type: ignore[arg-type]
+    assert result["folder"] == str(folder)
+    return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def mxfp4(learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in MXFP4."""
+    folder = tmp_path_factory.mktemp("mxfp4") / "model"
+    exported(learned, "mxfp4", folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MXFP4
+
+
+def some_codes() -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of a matrix (96, 8), every code among them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (8, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (8, 3), generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+def test_mxfp4_means_what_transformers_reads() -> None:
+    import torch
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    blocks, scales = some_codes()
+    theirs = _convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0]
+    assert torch.equal(program.dequantize_mxfp4(blocks, scales), theirs)
+
+
+def test_weights_that_were_mxfp4_come_back_exactly() -> None:
+    import torch
+
+    weights = program.dequantize_mxfp4(*some_codes())
+    assert torch.equal(program.dequantize_mxfp4(*program.quantize_mxfp4(weights)), weights)
+
+
+def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
+    """Against a search through every value at every scale near by, which knows nothing of exponents."""
+    import torch
+
+    weights = torch.randn(32, 40, generator=torch.Generator().manual_seed(3))
+    ours = (program.dequantize_mxfp4(*program.quantize_mxfp4(weights)) - weights).square().sum(0)  # a group a column
+    values = torch.tensor([*program.FP4, *(-value for value in program.FP4)])
+    errors = [((weights[..., None] - values * 2.0**e).abs().amin(-1)).square().sum(0) for e in range(-12, 8)]
+    assert torch.allclose(ours, torch.stack(errors).amin(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"),
+    [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0), (0.26, 0.5), (4.9, 4.0)],
+)
+def test_ties_go_to_the_even_code(value: float, rounded: float) -> None:
+    import torch
+
+    group = torch.tensor([[value], [-value], [6.0], *[[0.0]] * 29])
+    assert program.dequantize_mxfp4(*program.quantize_mxfp4(group))[:3, 0].tolist() == [rounded, -rounded, 6.0]
+
+
+def test_a_group_of_zeros_stays_zero() -> None:
+    import torch
+
+    blocks, scales = program.quantize_mxfp4(torch.zeros(64, 2))
+    assert blocks.eq(0).all()
+    assert program.dequantize_mxfp4(blocks, scales).eq(0).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def test_an_adapter_with_a_pair_for_each_expert_becomes_one_that_peft_loads(learned: Path, tmp_path: Path) -> None:
+    """In 4 bits every expert is a layer of its own.  In the released layout each gets its own change, no other's."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from peft.tuners.lora.layer import ParamWrapper
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(learned / "adapter", tmp_path / "adapter")
+    config = json.loads((source / "adapter_config.json").read_text())
+    weights, changes, rank = load_file(source / ADAPTER), {}, config["r"]
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in weights if ".experts." in name]:
+        experts, inner = name.split(".lora_")[0].removesuffix(".base_layer"), ".base_layer" in name
+        if "lora_B" in name:
+            continue
+        inputs, outputs = weights.pop(name).shape[1], weights.pop(name.replace("lora_A", "lora_B")).shape[0]
+        for expert in range(4):
+            a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
+            layer = f"{experts}.{'gate_up' if inner else 'down'}_projs.{expert}"
+            weights |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+            changes[layer] = config["lora_alpha"] / rank * (b @ a).T
+    save_file(weights, source / ADAPTER)
+    targets = [f"{kind}_projs.{expert}" for kind in ("gate_up", "down") for expert in range(4)]
+    config |= {"target_parameters": None, "target_modules": [*config["target_modules"], *targets]}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+
+    exported(source, "lora", tmp_path / "lora")
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora")
+    wrappers = {name.replace(".base_layer", "") + f".{module.parameter_name}": module
+                for name, module in model.named_modules() if isinstance(module, ParamWrapper)}  # fmt: skip
+    assert len(wrappers) * 4 == len(changes)
+    for layer, change in changes.items():
+        name, _, number = layer.rpartition("s.")
+        assert torch.allclose(wrappers[name].get_delta_weight("default")[int(number)], change, atol=1e-5)
+
+
+def test_the_default_is_an_adapter_in_lora_model(learned: Path, expected: torch.Tensor, tmp_path: Path) -> None:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+
+    done = run("export", learned, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora_model")), expected)
+
+
+def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:
+    exported(learned / "checkpoint-1", "lora", tmp_path / "lora")
+    assert "two-steps" in (tmp_path / "lora" / "README.md").read_text()
+
+
+def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -> None:
+    exported(learned, "lora", tmp_path / "lora")
+    card = (tmp_path / "lora" / "README.md").read_text()
+    result = json.loads((learned / "result.json").read_text())
+    assert f"| after training | {result['after']['won']:.0%} |" in card
+    assert '"seed": 3407' in card
+    assert str(tmp_path) not in card
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole models
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a folder as transformers loads it: nothing missing, nothing left over."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    packed = "quantization_config" in json.loads((folder / "config.json").read_text())
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=Mxfp4Config(dequantize=True) if packed else None, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model
+
+
+def test_the_merged_model_has_the_weights_of_the_adapted_one(
+    learned: Path, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    """And so computes the same, but for bfloat16, which sends a token to another expert here and there."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+
+    exported(learned, "merged_16bit", tmp_path / "merged")
+    model = loaded(tmp_path / "merged")
+    weights = AutoPeftModelForCausalLM.from_pretrained(learned / "adapter").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in model.state_dict().items())
+    assert (logits_of(model) - expected).abs().median() < 0.01
+
+
+def test_mxfp4_is_really_written_and_loads_in_transformers(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
+    """Attention as in the merged model, experts rounded to four bits; nothing is missing and nothing new."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from safetensors.torch import load_file
+
+    exported(learned, "merged_16bit", tmp_path / "merged")
+    stored, merged = load_file(mxfp4 / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert json.loads((mxfp4 / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
+    weights = loaded(mxfp4).state_dict()
+    experts = {name for name in merged if name.endswith(("gate_up_proj", "down_proj"))}
+    assert weights.keys() == merged.keys()
+    assert {name for name in stored if stored[name].dtype == torch.uint8} == {
+        f"{name}_{part}" for name in experts for part in ("blocks", "scales")
+    }
+    exact = AutoPeftModelForCausalLM.from_pretrained(learned / "adapter").merge_and_unload().state_dict()
+    for name in merged:
+        if name in experts:
+            rounded = [program.dequantize_mxfp4(*program.quantize_mxfp4(expert)) for expert in exact[name]]
+            assert torch.equal(weights[name].float(), torch.stack(rounded))
+        else:
+            assert torch.equal(weights[name], merged[name])
+
+
+def test_a_model_that_came_in_mxfp4_can_be_exported_too(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
+    """gpt-oss is published so.  transformers, told to save such a model, left out the experts of every layer."""
+    import torch
+    from peft import PeftModel
+
+    expected = PeftModel.from_pretrained(loaded(mxfp4), learned / "adapter").merge_and_unload().state_dict()
+    exported(learned, "merged_16bit", tmp_path / "merged", base=str(mxfp4))
+    merged = loaded(tmp_path / "merged").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.items())
+    exported(learned, "mxfp4", tmp_path / "again", base=str(mxfp4))
+    assert torch.isfinite(logits_of(loaded(tmp_path / "again"))).all()
+
+
+def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
+    """Weights on the grid of four bits stay where they are when an adapter moves them by less than half a step."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(learned / "adapter" / ADAPTER)
+    for name, scale, base, said in (("large", 1.0, "", (90, 110)), ("small", 1e-3, str(mxfp4), (0, 2))):
+        source = shutil.copytree(learned / "adapter", tmp_path / name)
+        save_file(
+            {key: tensor * (scale if "lora_B" in key else 1) for key, tensor in weights.items()}, source / ADAPTER
+        )
+        told = exported(source, "mxfp4", tmp_path / f"{name}-out", base=base)
+        left = re.search(r"changes in the experts (-?\d+)% is left", told)
+        assert left, told
+        assert said[0] <= int(left[1]) <= said[1]
+
+
+def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
+    exported(learned, "merged_16bit", tmp_path / "merged")
+    done = run("eval", tmp_path / "merged", "--games", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["games"] == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be
+
+
+def other_model(folder: Path) -> None:
+    """A model of another family."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("format", "arrange", "said"),
+    [
+        ("lora", lambda run, here: {"output_dir": run}, "is there already: choose another --output-dir"),
+        ("mxfp4", lambda run, here: {"base": str(here / "other")}, "take merged_16bit"),
+        ("merged_16bit", lambda run, here: {"base": str(here / "nowhere")}, "neither auto, tiny, a folder"),
+        ("lora", lambda run, here: {"push_to_hub": "me/mine"}, "set HF_TOKEN"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_gets_one_line(
+    learned: Path, tmp_path: Path, format: str, arrange: Callable[[Path, Path], dict[str, Any]], said: str
+) -> None:
+    other_model(tmp_path / "other")
+    out = tmp_path / "out"
+    more = arrange(learned, tmp_path)
+    with pytest.raises(program.UsageError, match=said):
+        exported(learned, format, more.pop("output_dir", out), **more)
+    assert not out.exists()
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    done = run("export", tmp_path, "--output-dir", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{tmp_path} holds no adapter" in done.stderr
+
+
+@pytest.mark.parametrize("lacking", ["disk", "memory"])
+def test_too_little_room_is_said_before_anything_is_loaded(
+    learned: Path, tmp_path: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    if lacking == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10**4))
+    else:
+        monkeypatch.setattr(program, "available_memory", lambda: 10**6)
+    config = program.ExportConfig(learned, "merged_16bit", tmp_path / "out")
+    with pytest.raises(program.UsageError, match="free"):
+        program.export(config, Console(quiet=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
+    """A server that speaks the hub's protocol, as far as an upload needs it."""
+    folder = tmp_path / "lora"
+    with FakeHub(token="hf_right") as hub:
+        done = run("export", learned, "--output-dir", folder, "--push-to-hub", "me/mine", "--json",
+                   env=hub.environment(tmp_path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "format": "lora", "base": str(program.tiny_folder()), "folder": str(folder), "hub": "me/mine"}  # fmt: skip
+    assert hub.repositories["me/mine"]["private"]
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert hub.repositories["me/mine"]["files"] == files
