@@ -1,0 +1,49 @@
+"""The GPU benchmark, on the machine that is there: it runs, and its figures belong together."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def test_whole_steps_are_measured_on_a_cpu_too(base: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py"), "--batches", "1", "4", "--steps", "1",
+               "--tokens", "150"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    one, four = told["measured"]
+    assert (one["completions"], four["completions"]) == (1, 4)
+    assert one["update"] == 0 < four["update"]
+    assert 4 * 90 <= four["tokens"] <= 4 * 150
+    for row in (one, four):
+        assert 0 < row["tokens"] / row["generate"] < row["bound"]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_made_up_gpt_oss_loads(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small shape here; in MXFP4 as it is published, and in bfloat16."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench_gpu = importlib.import_module("bench_gpu")
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "head_dim": 32, "vocab_size": 1024}  # fmt: skip
+    monkeypatch.setattr(transformers, "GptOssConfig", lambda **more: GptOssConfig(**(more | small)))
+    bench_gpu.made_up_gpt_oss(tmp_path, 2, packed)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, quantization_config=Mxfp4Config(dequantize=True) if packed else None
+    )
+    assert not any(report.values()), report
+    assert len(model.model.layers) == 2
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+    assert model.model.layers[0].mlp.experts.down_proj.abs().max() > 0
