@@ -1797,9 +1797,10 @@ class UsageError(Exception):
 RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
-def join_ranks() -> None:
+def join_ranks(offline: bool) -> None:
     """Meet the other processes that torchrun has started; nothing to do where there are none."""
     if RANKS > 1:
+        prepare_environment(offline)
         import unsloth  # noqa: F401, I001 - before all others
         import torch
         from accelerate import PartialState
@@ -1861,11 +1862,6 @@ class Machine:
     processor: str = "x86_64"
     triton: tuple[int, int] = (0, 0)  # version
 
-    @property
-    def blackwell(self) -> bool:
-        """Whether its machine code is newer than what older tools can make."""
-        return self.capability >= (10, 0)
-
 
 def find_machine() -> Machine:
     """This machine; of several GPUs the first."""
@@ -1921,7 +1917,7 @@ def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Setti
         ("as stored", "--no-load-in-4bit: gpt-oss stays in MXFP4"))  # fmt: skip
     shared = "memory is shared, moving them frees nothing"
     environment, ptxas = {}, ("triton's own", "")
-    if machine.blackwell and machine.triton < (3, 6):
+    if machine.capability >= (10, 0) and machine.triton < (3, 6):
         environment = {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
                        "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
         ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
@@ -2060,20 +2056,28 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+def parameter_shapes(config: Any) -> dict[str, torch.Size]:
+    """The shapes of a causal language model's parameters, from its transformers config, without any weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: weights.shape for name, weights in model.named_parameters()}
+
+
 def memory_needed(name: str, config: TrainConfig | EvalConfig) -> dict[str, float]:
     """Bytes that a model takes on a GPU, by purpose: an estimate from its config; empty where that says too little.
 
     Experts and projections at 4.13 bits a weight in NF4 (4.25 in MXFP4), all else at 16; an adapter's weight with its
     gradient and both moments at 10 bytes; keys and values of all completions of a step.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     rows = config.batch_size * config.accumulation if isinstance(config, TrainConfig) else config.eval_batch_size
     try:
         model_config = AutoConfig.from_pretrained(str(adapter_base(name) or name))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config)
+        shapes = parameter_shapes(model_config)
         text = model_config.get_text_config()
         heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -2083,11 +2087,10 @@ def memory_needed(name: str, config: TrainConfig | EvalConfig) -> dict[str, floa
     if getattr(model_config, "quantization_config", None) and not config.load_in_16bit:
         packed = min(packed, 4.25 / 8)
     whole = re.compile(r"embed|lm_head|router|bias")
-    weights = sum(
-        p.numel() * (2 if p.ndim < 2 or whole.search(name) else packed) for name, p in model.named_parameters()
-    )
-    adapted = sum(sum(p.shape[-2:]) * math.prod(p.shape[:-2]) for name, p in model.named_parameters()
-                  if p.ndim > 1 and not whole.search(name))  # fmt: skip
+    weights = sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
+                  for name, shape in shapes.items())  # fmt: skip
+    adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
+                  if len(shape) > 1 and not whole.search(name))  # fmt: skip
     return {
         "weights": weights,
         "adapters": 10.0 * config.lora_rank * adapted if isinstance(config, TrainConfig) else 0.0,
@@ -2904,9 +2907,8 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
         reporter = step_reporter(trainer, log, curriculum, watcher, progress, config)
         trainer.add_callback(reporter)
         trainer.train()
-    digests = gathered([adapter_digest(model)])
-    if len(set(digests)) > 1:
-        raise RuntimeError(f"the processes have trained different adapters: {digests}")
+    if RANKS > 1 and len(set(gathered([adapter_digest(model)]))) > 1:
+        raise RuntimeError("the processes have trained different adapters")
     if RANK == 0:
         model.save_pretrained(run / "adapter")
         tokenizer.save_pretrained(run / "adapter")
@@ -2925,8 +2927,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after, save.  Returns what --json prints."""
     started = time.monotonic()
     check_model(config.model, config.reasoning)
-    prepare_environment(offline=config.model == "tiny")
-    join_ranks()
+    join_ranks(offline=config.model == "tiny")
     shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(make_run_folder, config))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -3002,17 +3003,20 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     middles = (values[1:] + values[:-1]) / 2
     largest = groups.abs().amax(-1, keepdim=True)
     floor = torch.frexp(largest).exponent - 3  # floor(log2(largest)) - 2: FP4 reaches 6, from 4 on
-    best = (torch.empty(()), torch.empty(()), torch.empty(()))
-    for attempt, exponent in enumerate((floor, floor + 1)):
+
+    def rounded(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, the exponent as it can be stored, and the squared error of each group."""
         exponent = exponent.where(largest > 0, 0).clamp(-127, 127)
         size = torch.ldexp(groups.abs(), -exponent)
         codes = torch.bucketize(size, middles)  # what lies in the middle goes down,
         codes += (codes % 2 == 1) & (size == middles[codes.clamp(max=6)])  # unless the even code is above
         error = (values[codes] - size).square().sum(-1, keepdim=True) * torch.exp2(2.0 * exponent)
-        new = codes + 8 * (groups < 0), exponent, error
-        best = new if attempt == 0 else tuple(b.where(error < best[2], a) for a, b in zip(best, new, strict=True))
-    codes = best[0].to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4, (best[1] + 127).squeeze(-1).to(torch.uint8)
+        return codes + 8 * (groups < 0), exponent, error
+
+    (low_codes, low, low_error), (high_codes, high, high_error) = rounded(floor), rounded(floor + 1)
+    better = high_error < low_error
+    codes, exponent = high_codes.where(better, low_codes).to(torch.uint8), high.where(better, low)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).squeeze(-1).to(torch.uint8)
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -3072,13 +3076,8 @@ def export_adapter(source: Path, base: str, folder: Path) -> None:
 
 def weights_size(config: Any, format: str) -> int:
     """Bytes of a model's weights in bfloat16, or with the experts in MXFP4 (4.25 bits a weight)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    bits = {name: 4.25 if format == "mxfp4" and EXPERTS.search(name) else 16 for name, _ in model.named_parameters()}
-    return int(sum(parameter.numel() * bits[name] / 8 for name, parameter in model.named_parameters()))
+    return int(sum(shape.numel() * (4.25 if format == "mxfp4" and EXPERTS.search(name) else 16) / 8
+                   for name, shape in parameter_shapes(config).items()))  # fmt: skip
 
 
 def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, float]:

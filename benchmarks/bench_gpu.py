@@ -46,7 +46,7 @@ import gpt_2048_rl as program  # noqa: E402
 class Args:
     """What to run."""
 
-    batches: tuple[int, ...] = (1, 4, 16, 32)  # completions in a step; for 1 two are trained, as GRPO compares them
+    batches: tuple[int, ...] = (1, 4, 16, 32)  # completions in a step; 1 is generated only
     steps: int = 3  # measured, for each
     tokens: int = 200  # of the longest completion
     precision: Literal["mxfp4", "4bit", "16bit"] = "mxfp4"  # of the weights in memory; on a CPU float32
@@ -81,17 +81,15 @@ def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
     """A gpt-oss-20b with random weights, all in bfloat16 or the experts in MXFP4, and the embedded tokenizer."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
+    from transformers import AutoTokenizer, GptOssConfig
 
     AutoTokenizer.from_pretrained(program.warm_start()).save_pretrained(folder)
     config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, pad_token_id=1)
     config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GptOssForCausalLM(config).named_parameters()}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     index: dict[str, str] = {}
-    for name, shape in shapes.items():
+    for name, shape in program.parameter_shapes(config).items():
         tensors: dict[str, torch.Tensor] = {}
         if packed and program.EXPERTS.search(name):
             experts, inputs, outputs = shape
@@ -155,12 +153,10 @@ def forced(generate: Callable[..., Any], rows: list[list[int]]) -> Callable[...,
 
 def bytes_a_token(folder: Path, completions: int, bits: float, dense_bits: float) -> float:
     """What must be read for one token of each completion: all weights but those of experts that no completion takes."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    sizes = {name: shape.numel() for name, shape in program.parameter_shapes(config).items()}
     experts = sum(size for name, size in sizes.items() if program.EXPERTS.search(name))
     taken = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** completions
     embeddings = config.vocab_size * config.hidden_size  # of which a row a token is read
