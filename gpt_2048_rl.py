@@ -32,6 +32,7 @@ import dataclasses
 import errno
 import gc
 import hashlib
+import importlib.util
 import inspect
 import io
 import json
@@ -1687,6 +1688,8 @@ class TrainConfig:
     max_seq_length: int = 0  # tokens of prompt and completion; 0: 568 for the prompt and those of the completion
     load_in_4bit: bool = True  # on a GPU
     load_in_16bit: bool = False  # on a GPU of 80 GB and more, instead
+    loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: in 16 bits; for accelerate's FSDP, and vLLM
+    vllm_server: str = ""  # URL of a `trl vllm-serve` that writes the completions
     save_steps: int = 20  # steps between checkpoints
     patience: int = 20  # steps in a row with nothing to learn (no valid code, or no spread) that end the run
     seed: int = 3407  # of weights, sampling and training boards
@@ -1797,11 +1800,22 @@ class UsageError(Exception):
 RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
-def join_ranks(offline: bool) -> None:
-    """Meet the other processes that torchrun has started; nothing to do where there are none."""
+def sharded() -> bool:
+    """Whether accelerate was told to spread the model over the processes' GPUs."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+
+
+def uses_transformers(config: TrainConfig | EvalConfig) -> bool:
+    """Whether a model is loaded without Unsloth."""
+    return isinstance(config, TrainConfig) and config.loader == "transformers"
+
+
+def join_ranks(config: TrainConfig) -> None:
+    """Meet the other processes that torchrun or accelerate has started; nothing to do where there are none."""
     if RANKS > 1:
-        prepare_environment(offline)
-        import unsloth  # noqa: F401, I001 - before all others
+        prepare_environment(offline=config.model == "tiny")
+        if not uses_transformers(config):
+            import unsloth  # noqa: F401 - before all others
         import torch
         from accelerate import PartialState
 
@@ -1912,6 +1926,14 @@ def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Setti
     if config.load_in_16bit and machine.memory < 75e9:  # GPUs sold with 80 GB have a little less
         raise UsageError(f"--load-in-16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
                          "leave it out")  # fmt: skip
+    if uses_transformers(config):
+        return Settings(
+            {}, {},
+            (("device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", ""),
+             ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a part of the weights" if sharded() else ""),
+             ("precision", "bfloat16", "--loader transformers"),
+             ("gradient checkpointing", "on the GPU", "")),
+        )  # fmt: skip
     precision = ("bfloat16", "--load-in-16bit") if config.load_in_16bit else (
         ("4-bit NF4", "the default; --load-in-16bit on GPUs of 80 GB and more") if config.load_in_4bit else
         ("as stored", "--no-load-in-4bit: gpt-oss stays in MXFP4"))  # fmt: skip
@@ -2083,17 +2105,19 @@ def memory_needed(name: str, config: TrainConfig | EvalConfig) -> dict[str, floa
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     except Exception:  # architectures of which transformers knows too little; loading will tell
         return {}
-    packed = 4.13 / 8 if config.load_in_4bit and not config.load_in_16bit else 2.0
-    if getattr(model_config, "quantization_config", None) and not config.load_in_16bit:
+    unpacked = config.load_in_16bit or uses_transformers(config)
+    packed = 4.13 / 8 if config.load_in_4bit and not unpacked else 2.0
+    if getattr(model_config, "quantization_config", None) and not unpacked:
         packed = min(packed, 4.25 / 8)
     whole = re.compile(r"embed|lm_head|router|bias")
     weights = sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
                   for name, shape in shapes.items())  # fmt: skip
     adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
                   if len(shape) > 1 and not whole.search(name))  # fmt: skip
+    parts = RANKS if sharded() else 1
     return {
-        "weights": weights,
-        "adapters": 10.0 * config.lora_rank * adapted if isinstance(config, TrainConfig) else 0.0,
+        "weights": weights / parts,
+        "adapters": 10.0 * config.lora_rank * adapted / parts if isinstance(config, TrainConfig) else 0.0,
         "keys and values": 2.0 * 2 * rows * config.max_seq_length * text.num_hidden_layers * heads * width,
         "CUDA and scratch": 3e9,
     }
@@ -2128,8 +2152,10 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any],
     base = adapter_base(name)
     local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(tiny_keys(base))))
     prepare_environment(offline=local)
-    say("loading torch, unsloth and trl")
-    import unsloth  # noqa: I001 - before transformers and trl, which it patches, and before torch, which it sets up
+    plain = uses_transformers(config)
+    say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
+    if not plain:
+        import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
@@ -2154,24 +2180,33 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any],
     if machine.gpu:
         check_memory(name, machine, memory_needed(name, config))
     if not local:
-        check_download(four_bit_name(name) if settings.load["load_in_4bit"] else name)
+        check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
+    dtype = None if machine.gpu else torch.float32
     try:
-        model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
-            model_name=name,
-            max_seq_length=config.max_seq_length,
-            dtype=None if machine.gpu else torch.float32,
-            random_state=config.seed,
-            **settings.load,
-        )
+        model, tokenizer = load_plain(name, dtype or torch.bfloat16) if plain else (
+            unsloth.FastLanguageModel.from_pretrained(model_name=name, max_seq_length=config.max_seq_length,
+                                                      dtype=dtype, random_state=config.seed, **settings.load)
+        )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
-    if machine.gpu and settings.load["load_in_4bit"] and not getattr(model, "is_loaded_in_4bit", False):
+    if settings.load.get("load_in_4bit") and not getattr(model, "is_loaded_in_4bit", False):
         raise UsageError("bitsandbytes cannot load 4-bit weights here: see the lines above, or take --no-load-in-4bit")
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: try {instruct_variant(name)}")
     open_channel(tokenizer, config.reasoning)
     return model, tokenizer
+
+
+def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+    packed = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    unpacked = Mxfp4Config(dequantize=True) if packed else None
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked)
+    model._is_fsdp_managed_module = sharded()  # accelerate does not say so, and ranks would not wait for one another
+    return model, AutoTokenizer.from_pretrained(name)
 
 
 def four_bit_name(name: str) -> str:
@@ -2203,19 +2238,28 @@ def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:
     """LoRA on attention and experts; all other weights stay as they are."""
-    from unsloth import FastLanguageModel
-
     # Where experts are fused into one parameter (16-bit, and on a CPU), naming their projections adapts nothing.
     fused = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if re.search(r"experts\.\w+_proj$", name)}
+    numbers: dict[str, Any] = {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_parameters": sorted(fused) or None,
+    }
+    if uses_transformers(config):
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **numbers))
+    from unsloth import FastLanguageModel
+
     return FastLanguageModel.get_peft_model(
         model,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        target_parameters=sorted(fused) or None,
         use_gradient_checkpointing=bool(next(model.parameters()).is_cuda),  # as it was loaded
         random_state=config.seed,
+        **numbers,
     )
 
 
@@ -2230,14 +2274,14 @@ def sample_completions(
                                            **template_arguments(config.reasoning))  # fmt: skip
     texts: list[str] = []
     model.eval()
-    torch.manual_seed(config.seed)
-    while len(texts) < count:
-        rows = min(config.eval_batch_size, count - len(texts))
-        batch = {key: value.repeat(rows, 1).to(model.device) for key, value in inputs.items()}  # (B, T)
-        with torch.inference_mode():
+    with torch.random.fork_rng(), torch.no_grad():  # training goes on with the random numbers that it had
+        torch.manual_seed(config.seed)
+        while len(texts) < count:
+            rows = min(config.eval_batch_size, count - len(texts))
+            batch = {key: value.repeat(rows, 1).to(model.device) for key, value in inputs.items()}  # (B, T)
             ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
                                  temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-        texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
 
@@ -2321,16 +2365,21 @@ TO_THE_END = 1 << 64  # a target that no board can reach
 def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig) -> Score:
     """Sample one program for each held-out board, in a wording that training never sees, and play it there.
 
-    A game and a program each: the games are independent, so that the interval means what it says.
+    A game and a program each: the games are independent, so that the interval means what it says.  Of several ranks the
+    first does it; where the model is spread over them, all sample the same, for each needs the others' parts.
     """
     prompt = build_prompt(config.size, config.target, config.keys, wording=-1)
-    texts = sample_completions(model, tokenizer, prompt, config.games, config)
-    jobs = [
-        Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, completion=True)
-        for text, seed in zip(texts, board_seeds(config.games, held_out=True), strict=True)
-    ]
-    verdicts = shared_pool().judge(jobs)
-    return score([verdict.results[0] for verdict in verdicts], config.target)
+    sample = partial(sample_completions, model, tokenizer, prompt, config.games, config)
+    texts = sample() if sharded() else by_first_rank(sample)
+
+    def play_them() -> Score:
+        jobs = [
+            Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, completion=True)
+            for text, seed in zip(texts, board_seeds(config.games, held_out=True), strict=True)
+        ]
+        return score([verdict.results[0] for verdict in shared_pool().judge(jobs)], config.target)
+
+    return by_first_rank(play_them)
 
 
 def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
@@ -2350,7 +2399,7 @@ class Curriculum:
     So a task that is solved goes on teaching.  Without `rising` the target stays.
     """
 
-    BAR, GROUPS = 0.9, 4
+    BAR, GROUPS = 0.9, 8
 
     def __init__(self, target: int, rising: bool = True) -> None:
         self.target, self.rising = target, rising
@@ -2425,6 +2474,14 @@ class StepSummary:
             outcomes={outcome: outcomes[outcome] / len(results) for outcome in OUTCOMES},
             jailed=statistics.fmean(r.outcome == "error" and r.detail.startswith(_BY_THE_JAIL) for r in results),
             **known,
+        )
+
+    def line(self) -> str:
+        """What people read of it."""
+        return (
+            f"reward {self.reward:5.2f} ±{self.spread:5.2f}  won {self.won:4.0%} at {self.target}  "
+            f"loads {self.works:4.0%}  distinct {self.distinct:4.0%}"
+            + (f"  no gradient in {self.flat:.0%} of groups" if self.flat else "")
         )
 
     def curves(self) -> dict[str, float]:
@@ -2678,6 +2735,8 @@ def make_trainer(
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run)
     gpu = torch.cuda.is_available()
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
+    plain = uses_transformers(config)
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_server}
     arguments = GRPOConfig(
         output_dir=str(run),
         max_steps=config.steps,
@@ -2693,7 +2752,7 @@ def make_trainer(
         warmup_steps=config.warmup_steps,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        optim="adamw_8bit" if gpu else "adamw_torch_fused",
+        optim="adamw_8bit" if gpu and not plain else "adamw_torch_fused",
         loss_type=config.loss_type,
         scale_rewards=config.scale_rewards,
         entropy_coef=config.entropy_coef,
@@ -2701,7 +2760,10 @@ def make_trainer(
         mask_truncated_completions=False,  # unsloth would mask them where the loss is dapo, and clip otherwise
         epsilon=0.2,
         epsilon_high=0.2,
-        **({"unsloth_grpo_mini_batch": config.batch_size} if gpu else {}),  # else what is free at the moment decides
+        **({"gradient_checkpointing": gpu} if plain else {}),  # unsloth's loader has set it
+        # Without a number, unsloth makes parts of a batch by what memory is free at the moment.
+        **({"unsloth_grpo_mini_batch": config.batch_size} if gpu and not plain else {}),
+        **(server if config.vllm_server else {}),
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
@@ -2793,7 +2855,7 @@ class Watcher:
 def step_reporter(
     trainer: Any, log: RolloutLog, curriculum: Curriculum, watcher: Watcher, progress: Progress, config: TrainConfig
 ) -> Any:
-    """A trainer callback that prints a readable line per step, and the watcher's word.
+    """A trainer callback that evaluates the untrained model, and prints a line per step with the watcher's word.
 
     It skips the optimizer's step where there is no gradient, stops a collapsed run or one whose minutes are over, and
     keeps the curriculum in the checkpoints.
@@ -2801,16 +2863,22 @@ def step_reporter(
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-    end = time.monotonic() + 60 * config.minutes if config.minutes else math.inf
     task = progress.add_task("training", total=config.steps)
     say = partial(progress.console.print, highlight=False, soft_wrap=True)
 
     class StepReporter(TrainerCallback, ExportableState):  # type: ignore[misc]
         target = 0
+        before: Score | None = None
+        started = time.monotonic()
 
         def __init__(self) -> None:
             self.distinct: list[float] = []  # a step each
             self.flat: list[float] = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            say(f"playing {config.games} held-out boards with the untrained model")
+            self.before = self.before or evaluate_model(trainer.model, trainer.processing_class, config)
+            self.started = time.monotonic()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             trainer.step_began = time.perf_counter()
@@ -2828,17 +2896,13 @@ def step_reporter(
             if step.target != self.target:
                 say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
                 self.target = step.target
+            count = f"step {state.global_step:{len(str(config.steps))}d}/{config.steps}"
             seconds = time.perf_counter() - trainer.step_began
-            say(
-                f"step {state.global_step:{len(str(config.steps))}d}/{config.steps}  "
-                f"reward {step.reward:5.2f} ±{step.spread:5.2f}  won {step.won:4.0%} at {step.target}  "
-                f"loads {step.works:4.0%}  distinct {step.distinct:4.0%}  "
-                f"{logs.get('completions/mean_length', 0):3.0f} tokens  {seconds:4.1f} s"
-                + (f"  no gradient in {step.flat:.0%} of groups" if step.flat else "")
-            )
+            say(f"{count}  {step.line()}  {logs.get('completions/mean_length', 0):3.0f} tokens  {seconds:4.1f} s")
             progress.update(task, completed=state.global_step)
             if word := watcher.look(step, logs):
                 say(f"  watch out: {word}", style="bold yellow")
+            end = self.started + (60 * config.minutes or math.inf)
             if watcher.collapsed or by_first_rank(lambda: time.monotonic() > end):
                 control.should_save = control.should_training_stop = True
 
@@ -2892,12 +2956,14 @@ def adapter_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Training:
-    """All training steps, or those until a collapse or the end of time; the adapter is left in the run's folder."""
+def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> tuple[Score, Training]:
+    """All training steps, or those until a collapse or the end of time; the adapter is left in the run's folder.
+
+    The untrained model is evaluated here too: only the trainer puts the model where it belongs.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from transformers import PrinterCallback
 
-    started = time.monotonic()
     curriculum = Curriculum(config.target, config.curriculum)
     log, watcher = RolloutLog(run / "rollouts.jsonl", config, curriculum), Watcher(config.patience, config.curriculum)
     trainer = make_trainer(model, tokenizer, config, run, log, curriculum)
@@ -2907,14 +2973,15 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
         reporter = step_reporter(trainer, log, curriculum, watcher, progress, config)
         trainer.add_callback(reporter)
         trainer.train()
-    if RANKS > 1 and len(set(gathered([adapter_digest(model)]))) > 1:
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded() else None
+    if RANKS > 1 and not sharded() and len(set(gathered([adapter_digest(model)]))) > 1:
         raise RuntimeError("the processes have trained different adapters")
     if RANK == 0:
-        model.save_pretrained(run / "adapter")
+        model.save_pretrained(run / "adapter", state_dict=weights)
         tokenizer.save_pretrained(run / "adapter")
-    return Training(
+    return reporter.before, Training(
         steps=trainer.state.global_step,
-        minutes=round((time.monotonic() - started) / 60, 2),
+        minutes=round((time.monotonic() - reporter.started) / 60, 2),
         target=curriculum.target,
         distinct=round(statistics.fmean(reporter.distinct), 4),
         zero_spread=round(statistics.fmean(reporter.flat), 4),
@@ -2927,19 +2994,17 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after, save.  Returns what --json prints."""
     started = time.monotonic()
     check_model(config.model, config.reasoning)
-    join_ranks(offline=config.model == "tiny")
+    join_ranks(config)
     shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(make_run_folder, config))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
-    say(f"playing {config.games} held-out boards with the untrained model")
-    before = by_first_rank(partial(evaluate_model, model, tokenizer, config))
-    training = learn(model, tokenizer, config, run, console)
+    before, training = learn(model, tokenizer, config, run, console)
     if training.collapsed:
         say(f"stopped at step {training.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     say(f"playing {config.games} held-out boards with the trained model")
-    after = by_first_rank(partial(evaluate_model, model, tokenizer, config))
+    after = evaluate_model(model, tokenizer, config)
     return by_first_rank(partial(conclude, before, training, after, config, run, started, console))
 
 
@@ -3461,6 +3526,11 @@ def check_config(config: Config) -> None:
         raise UsageError("--seeds needs at least one number")
     if isinstance(config, TrainConfig) and (config.run_name != Path(config.run_name).name or config.run_name == ".."):
         raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
+    if isinstance(config, TrainConfig) and config.loader == "unsloth" and (config.vllm_server or sharded()):
+        raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
+                         "Unsloth keeps the whole model in one process")  # fmt: skip
+    if isinstance(config, TrainConfig) and config.vllm_server and not importlib.util.find_spec("vllm"):
+        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see the README")
     if isinstance(config, TrainConfig) and config.batch_size * config.accumulation % config.generations:
         raise UsageError(
             f"--batch-size times --accumulation ({config.batch_size * config.accumulation}) must be a multiple of "

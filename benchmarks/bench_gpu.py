@@ -209,7 +209,9 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             trainer = program.make_trainer(model, tokenizer, config, scratch, log, curriculum)
             trainer.remove_callback(PrinterCallback)
             watcher, silent = program.Watcher(10**6), Progress(console=Console(quiet=True), disable=True)
-            trainer.add_callback(program.step_reporter(trainer, log, curriculum, watcher, silent, config))
+            reporter = program.step_reporter(trainer, log, curriculum, watcher, silent, config)
+            reporter.before = program.score((), config.target)  # no evaluation
+            trainer.add_callback(reporter)
             trainer.train()
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (

@@ -7,7 +7,7 @@ One run after the other, each with the whole machine, through the program's own 
 own number of steps, seed by seed, then the published one, which gets as many minutes of training.  Held-out boards and
 a held-out wording before and after; each sampled program plays one board, to its end.  Tables, a figure
 (docs/learning.svg), then one JSON line.  Exit code 1 where a target is missed: at most 35% of games won before and at
-least 90% after in every seed of the stable recipe, each run within ten minutes.
+least 90% after ten minutes of training or less, in every seed of the stable recipe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table  # noqa: E402
 import gpt_2048_rl as program  # noqa: E402
 
 RECIPES = {"stable": "#0a7d5a", "published": "#c2571a"}  # and their colours
-BEFORE, AFTER, SECONDS = 0.35, 0.90, 600.0
+BEFORE, AFTER, MINUTES = 0.35, 0.90, 10.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def main(args: Args) -> int:
         Console().print(table)
     args.figure.write_text(figure(runs))
     stable = [run.result for run in runs if run.recipe == "stable"]
-    met = all(r["before"]["won"] <= BEFORE and r["after"]["won"] >= AFTER and r["seconds"] <= SECONDS for r in stable)
+    met = all(r["before"]["won"] <= BEFORE and r["after"]["won"] >= AFTER and r["minutes"] <= MINUTES for r in stable)
     details = [{name: value for name, value in asdict(run).items() if name != "curve"} for run in runs]
     print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "runs": details,
                       "met": met}, default=str))  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import HONEST, ROOT, install_docker_profile
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -43,6 +44,29 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failure:
         enter(tmp_path, "bash", "-c", "exit 3")
     assert failure.value.returncode == 3
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or os.uname().machine != "x86_64" or not Path("/usr/bin/python3").exists(),
+    reason="needs root, the numbers of x86-64, and a Python that is open to others",
+)
+def test_strategies_are_jailed_in_there(tmp_path: Path) -> None:
+    """Under Docker's default profile, as the owner of the folder, who has no name and no capabilities."""
+    shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path)
+    for path in (tmp_path, *tmp_path.iterdir()):
+        os.chown(path, 12345, 23456)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    code = f"""import os, gpt_2048_rl as program
+(result,) = program.execute_strategy({HONEST!r}, (1,), target=256)
+print(os.getuid(), program.shared_pool().jailed, result.outcome)"""
+    python = "/usr/bin/python3"  # this one may be closed to others, as all that is root's own
+    if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False).returncode:
+        pytest.skip(f"{python} is older than 3.11")
+    command = [str(ROOT / "docker-entrypoint.sh"), python, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+                          preexec_fn=install_docker_profile)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "12345 True success\n"), done.stderr
 
 
 def test_the_base_image_is_pinned_and_all_that_is_copied_may_be() -> None:

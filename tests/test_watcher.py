@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,7 @@ def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) ->
             SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY),  # type: ignore[arg-type]
             program.Curriculum(2048), program.Watcher(20), progress, config)  # fmt: skip
         control = SimpleNamespace(should_save=False, should_training_stop=False)
+        reporter.started = time.monotonic() - 1
         reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
     assert (control.should_save, control.should_training_stop) == (stops, stops)
 

@@ -1,0 +1,130 @@
+"""Models beyond one GPU: accelerate's FSDP with two CPU processes, and what a vLLM server would be sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests import conftest
+from tests.helpers import ROOT, run
+
+
+def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A script in two processes, as cluster/fsdp.yaml says, but in 32 bits."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "cluster" / "fsdp.yaml"),
+               "--mixed_precision", "no", "--main_process_port", str(port), str(script),
+               *map(str, arguments)]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400, check=False)
+
+
+NUMBERS = ("--model", "tiny", "--steps", 2, "--generations", 4, "--accumulation", 1, "--boards", 2,
+           "--save-steps", 1, "--games", 4, "--target", 512, "--max-new-tokens", 96)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What such a run left behind."""
+
+    folder: Path
+    result: dict[str, Any]
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps of the embedded model, half of its weights in each process."""
+    out = tmp_path_factory.mktemp("fsdp")
+    done = launch(ROOT / "tests" / "fsdp_on_cpu.py", *NUMBERS, "--batch-size", 4, "--loader", "transformers",
+                  "--output-dir", out, "--run-name", "spread", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return Run(out / "spread", json.loads(done.stdout.splitlines()[-1]), done.stderr)
+
+
+def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
+    assert (spread.result["ranks"], spread.result["steps"]) == (2, 2)
+    calls = [int(count) for count in re.findall(r"calls of fully_shard: (\d+)", spread.stderr)]
+    assert len(calls) == 2
+    assert min(calls) >= 4  # a layer each, the embeddings, the head, and the rest
+    assert [line.split()[1] for line in spread.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
+
+
+def test_the_adapter_is_whole(spread: Run) -> None:
+    """Both halves of every matrix, and moved by training: LoRA's B starts at 0."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    weights = load_file(spread.folder / "adapter" / "adapter_model.safetensors")
+    config = AutoConfig.from_pretrained(program.tiny_folder())
+    experts = [name for name in weights if ".experts." in name]
+    assert len(experts) == 4 * config.num_hidden_layers
+    queries = next(matrix for name, matrix in weights.items() if "q_proj.lora_B" in name)
+    assert len(queries) == config.num_attention_heads * config.head_dim
+    half = len(queries) // 2
+    assert queries[:half].abs().max() > 0 < queries[half:].abs().max()
+
+
+def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
+    done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--json")
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_alone_start_from_the_same_model(spread: Run, trained: conftest.Run) -> None:
+    """Before training, and spread over two processes, it writes and plays the same programs as Unsloth's."""
+    assert spread.result["before"] == trained.result["before"]
+
+
+def test_unsloth_refuses_to_be_spread(base: Path, tmp_path: Path) -> None:
+    done = launch(ROOT / "gpt_2048_rl.py", *NUMBERS, "--batch-size", 4, "--output-dir", tmp_path)
+    assert "FSDP needs --loader transformers: Unsloth keeps the whole model in one process" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vllm_server_is_sent_the_merged_weights_by_their_released_names(base: Path) -> None:
+    """By TRL's own code, from a model as --loader transformers makes it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    released = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    model, _ = program.load_plain(str(base), torch.float32)
+    config = program.train_defaults("tiny", "stable", "none")
+    config.loader = "transformers"
+    model = program.add_adapters(model, config)
+    for name, weights in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weights)
+    sender = object.__new__(VLLMGeneration)
+    sender.model = model
+    sender._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+    sent = {name: weights.clone() for name, weights in sender._iter_named_params()}
+    assert sent.keys() == released.keys()
+    changed = {name for name in sent if not torch.equal(sent[name], released[name])}
+    assert changed == {name for name in released if "_proj" in name and not name.endswith("bias")}
+
+
+@pytest.mark.parametrize("loader", ["unsloth", "transformers"])
+def test_a_vllm_server_needs_what_is_not_here(loader: str) -> None:
+    done = run("--model", "tiny", "--loader", loader, "--vllm-server", "http://localhost:8000")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in done.stderr
+
+
+def test_fsdp_is_seen_where_accelerate_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not program.sharded()
+    monkeypatch.setitem(os.environ, "ACCELERATE_USE_FSDP", "true")
+    assert program.sharded()
