@@ -1926,10 +1926,11 @@ def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Setti
     if config.load_in_16bit and machine.memory < 75e9:  # GPUs sold with 80 GB have a little less
         raise UsageError(f"--load-in-16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
                          "leave it out")  # fmt: skip
+    device = ("device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", "")
     if uses_transformers(config):
         return Settings(
             {}, {},
-            (("device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", ""),
+            (device,
              ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a part of the weights" if sharded() else ""),
              ("precision", "bfloat16", "--loader transformers"),
              ("gradient checkpointing", "on the GPU", "")),
@@ -1950,7 +1951,7 @@ def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Setti
         "offload_embedding": False if machine.unified else "auto",
     }
     rows = (
-        ("device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", ""),
+        device,
         ("memory", f"{machine.memory / 1e9:.0f} GB", "shared with the processor" if machine.unified else ""),
         ("precision", *precision),
         ("gradient checkpointing", "on the GPU", shared if machine.unified else "short sequences: RAM would cost time"),
