@@ -9,9 +9,10 @@ does, through the same code.
     ./setup.sh python gpt_2048_rl.py                    train, then compare with before and with two controls
     python gpt_2048_rl.py eval MODEL_OR_FILE.py         a model, adapter, checkpoint or strategy on held-out boards
     python gpt_2048_rl.py play FILE.py --watch          one strategy: outcomes, or a game in the terminal
+    python gpt_2048_rl.py compare RUN RUN ...           several runs, with paired tests on their common boards
     python gpt_2048_rl.py export RUN --format lora      the adapter, or the whole model, for other programs
     python gpt_2048_rl.py doctor                        what this machine has, what is switched and why
-    python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval, play, export, doctor
+    python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval, play, compare, ...
 
 The file reads from top to bottom: keys, game, prompt, jailed players, rewards, embedded model, configuration, model,
 evaluation, training, export, commands.  It departs from the published gpt-oss notebook where that went wrong:
@@ -30,6 +31,7 @@ import contextvars
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import gc
 import hashlib
 import importlib.util
@@ -61,7 +63,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -73,7 +75,6 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
@@ -1691,6 +1692,8 @@ class TrainConfig:
     loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: in 16 bits; for accelerate's FSDP, and vLLM
     vllm_server: str = ""  # URL of a `trl vllm-serve` that writes the completions
     save_steps: int = 20  # steps between checkpoints
+    keep: int = 3  # newest checkpoints that are kept, besides the best
+    resume: bool = False  # go on with the newest run in --output-dir; one that is named again goes on anyway
     patience: int = 20  # steps in a row with nothing to learn (no valid code, or no spread) that end the run
     seed: int = 3407  # of weights, sampling and training boards
     size: int = 6  # cells along each side of the board
@@ -1703,6 +1706,7 @@ class TrainConfig:
     games: int = 64  # held-out boards; each is played by a program of its own
     eval_batch_size: int = 32  # completions generated at a time for them
     unsafe_no_jail: bool = False  # run model-written code without seccomp; recorded in the results
+    quiet: bool = False  # print nothing but the result
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 
@@ -1764,6 +1768,15 @@ class PlayConfig:
 
 
 @dataclass
+class CompareConfig:
+    """Put several runs side by side, with paired tests on the held-out boards that they have in common."""
+
+    runs: tuple[Path, ...]  # their folders
+    output: Path = Path("compare.html")  # the page to write
+    json: bool = False
+
+
+@dataclass
 class ExportConfig:
     """Write what a run has learned to a folder of its own that other programs load."""
 
@@ -1786,7 +1799,7 @@ class DoctorConfig:
     json: bool = False
 
 
-Config = TrainConfig | EvalConfig | PlayConfig | ExportConfig | DoctorConfig
+Config = TrainConfig | EvalConfig | PlayConfig | CompareConfig | ExportConfig | DoctorConfig
 
 
 class UsageError(Exception):
@@ -2331,6 +2344,12 @@ def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int
     return tuple(int.from_bytes(digest) >> 1 & ~1 | held_out for digest in digests)
 
 
+def board_names(config: TrainConfig | EvalConfig) -> list[str]:
+    """A name for each held-out board, by which runs are compared; nobody can tell its seed from it."""
+    seeds = board_seeds(config.games, held_out=True)
+    return [hashlib.sha256(f"{config.size} {seed}".encode()).hexdigest()[:12] for seed in seeds]
+
+
 def wilson_interval(won: int, games: int) -> tuple[float, float]:
     """95% confidence interval of a share (Wilson 1927); (0, 1) for no games."""
     if not games:
@@ -2350,14 +2369,16 @@ class Score:
     won_low: float  # 95% interval (Wilson)
     won_high: float
     largest_tile_median: float
+    tiles: tuple[int, ...]  # the largest of each game, in the boards' order
 
 
 def score(results: Sequence[GameResult], target: int) -> Score:
     """Sum up one game per board.  A game counts as won when the target was made, however it ended later."""
     won = sum(result.max_tile >= target for result in results)
     low, high = wilson_interval(won, len(results))
-    median = statistics.median(result.max_tile for result in results) if results else 0.0
-    return Score(len(results), round(won / max(1, len(results)), 4), round(low, 4), round(high, 4), median)
+    tiles = tuple(result.max_tile for result in results)
+    median = statistics.median(tiles) if tiles else 0.0
+    return Score(len(results), round(won / max(1, len(results)), 4), round(low, 4), round(high, 4), median, tiles)
 
 
 TO_THE_END = 1 << 64  # a target that no board can reach
@@ -2383,11 +2404,228 @@ def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig)
     return by_first_rank(play_them)
 
 
+def play_held_out(source: str, config: TrainConfig | EvalConfig, record: bool = False) -> list[GameResult]:
+    """One strategy's games on the held-out boards."""
+    seeds = board_seeds(config.games, held_out=True)
+    return execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout, record)[0]
+
+
 def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
     """One strategy on the held-out boards."""
-    seeds = board_seeds(config.games, held_out=True)
-    results = execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout)[0]
-    return score(results, config.target)
+    return score(play_held_out(source, config), config.target)
+
+
+class _SpawnsNoted(GameBoard):
+    """A game that knows where its last tile appeared."""
+
+    spawned = 0
+
+    def _spawn(self) -> int:
+        before, empty = self._flat, super()._spawn()
+        self.spawned = next(i for i, pair in enumerate(zip(before, self._flat, strict=True)) if pair[0] != pair[1])
+        return empty
+
+
+def recorded_game(result: GameResult, size: int) -> dict[str, Any]:
+    """A recorded game as it can be shown without the engine and its seed: the boards at the start and the end, row by
+    row, and for every move that changed something its direction, the cell where a tile appeared, and that tile."""
+    game = _SpawnsNoted(size, result.seed, TO_THE_END)
+    start = [_TILES[exponent] for exponent in game.flat()]
+    moves = [(direction, game.spawned, _TILES[game.flat()[game.spawned]])
+             for direction in map(int, result.moves) if game.move(direction)]  # fmt: skip
+    end = [_TILES[exponent] for exponent in game.flat()]
+    reached = {"score": game.score(), "max_tile": game.max_tile()}
+    return {"size": size, "start": start, "moves": moves, "end": end, **reached}
+
+
+def best_game(games: Sequence[GameResult], size: int) -> dict[str, Any]:
+    """Of recorded games, the one that came furthest, as it can be shown."""
+    return recorded_game(max(games, key=lambda game: (game.max_tile, game.score)), size)
+
+
+def board_picture(tiles: Sequence[int], cell: int = 64) -> Any:
+    """A square board, row by row, as a PIL image: the larger a tile, the darker its red."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = math.isqrt(len(tiles))
+    image = Image.new("RGB", (size * cell, size * cell), "#bbada0")
+    draw = ImageDraw.Draw(image)
+    for i, tile in enumerate(tiles):
+        top, left = (cell * at for at in divmod(i, size))
+        shade = min(1.0, math.log2(tile) / 17) if tile else 0.0
+        colour = (238 - round(80 * shade**2), 228 - round(210 * shade), 218 - round(200 * shade)) if tile else "#cdc1b4"
+        draw.rounded_rectangle((left + 3, top + 3, left + cell - 4, top + cell - 4), cell // 10, fill=colour)
+        if tile:
+            font = ImageFont.load_default(cell * min(0.4, 1.3 / len(str(tile))))
+            draw.text((left + cell / 2, top + cell / 2), str(tile), "white" if shade > 0.4 else "#3c3a32", font, "mm")
+    return image
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Run folder and checkpoints
+
+UNFINISHED, DIGESTS = ".unfinished", "digests.json"  # where a checkpoint is written; SHA-256 of its files
+
+
+def bring_to_disk(path: Path) -> None:
+    """Wait until a file, or all of a folder, is on the disk."""
+    for part in (*(path.rglob("*") if path.is_dir() else ()), path):
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: whoever is killed meanwhile leaves the old one."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    aside.write_text(text, encoding="utf-8")
+    bring_to_disk(aside)
+    aside.replace(path)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of a folder's files, by their paths in it."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != DIGESTS:
+            with path.open("rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def point(link: Path, name: str) -> None:
+    """Make a symbolic link to its neighbour, or let it point there from now on."""
+    aside = link.with_name(f".{link.name}-{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    aside.replace(link)
+
+
+def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
+    """Move a checkpoint to its place in the run's folder once all of it is on the disk, and remove the oldest ones.
+
+    The best so far stays, however old it is.
+    """
+    write_whole(written / DIGESTS, json.dumps(digests(written), indent=2) + "\n")
+    bring_to_disk(written)
+    place = run / written.name
+    shutil.rmtree(place, ignore_errors=True)  # a damaged one, by now written anew
+    written.rename(place)
+    if best:
+        point(run / "best", written.name)
+    bring_to_disk(run)
+    for old in checkpoints(run)[keep:]:
+        if old.resolve() != (run / "best").resolve():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """A run's checkpoints, newest first."""
+    found = {int(path.name.removeprefix("checkpoint-")): path for path in run.glob("checkpoint-*")
+             if path.name.removeprefix("checkpoint-").isdecimal()}  # fmt: skip
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole; None where there is none."""
+    for checkpoint in checkpoints(run):
+        with contextlib.suppress(UsageError, OSError):
+            if digests(checkpoint) == read_json(checkpoint / DIGESTS) != {}:
+                return checkpoint
+        say(f"{checkpoint} is damaged, and left alone")
+    return None
+
+
+def open_run(config: TrainConfig) -> Path:
+    """A run's folder: a new one with its config in it, or that of a run that goes on; `latest` points to it.
+
+    Raises UsageError where it cannot be written, another process trains in it, or its run is finished.
+    """
+    name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = config.output_dir / name
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "result.json").exists():
+            raise UsageError(f"{run} is finished: choose another --run-name")
+        if not (run / "config.json").exists():
+            if any(path.name != "origin.json" and path.name[0] != "." for path in run.iterdir()):
+                raise UsageError(f"{run} is there already, and no run of this program: choose another --run-name")
+            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            origin = {"started": began, "versions": library_versions(), "git": git_state()}
+            write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
+            write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+        lock(run)
+        point(config.output_dir / "latest", name)
+    except OSError as error:
+        raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
+    return run
+
+
+@cache  # and so kept open for as long as this process lives
+def lock(run: Path) -> io.TextIOBase:
+    """Make sure that no other process trains in a run's folder.  Raises UsageError where one does."""
+    file = (run / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UsageError(f"another process trains in {run}: wait for it, or choose another --run-name") from None
+    return file
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the program's own folder, and whether files differ from it; empty where git does not know it."""
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), *words], capture_output=True,
+                              text=True, check=False)  # fmt: skip
+        return done.stdout.strip()
+
+    with contextlib.suppress(OSError):  # no git
+        if commit := ask("rev-parse", "HEAD"):
+            return {"commit": commit, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    return {}
+
+
+@contextlib.contextmanager
+def blaming_the_folder(run: Path) -> Iterator[None]:
+    """Say so in one line (UsageError) where a run ends because its folder was removed or its disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if not (run / "config.json").exists():
+            trouble = f"{run} was removed"
+        elif shutil.disk_usage(run).free < 50e6:
+            trouble = f"the disk that {run} is on is full"
+        else:
+            raise
+        kept = newest_checkpoint(run, lambda _: None)
+        where = f"after step {kept.name.removeprefix('checkpoint-')}" if kept else "from the start"
+        raise UsageError(f"{trouble}: mend that and start again, to go on {where}") from error
+
+
+class Interruption:
+    """What Ctrl-C and SIGTERM do: during training the first lets the step end, the second ends the program at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # the first that came
+        self.waits = False  # whether a step is under way
+
+    def __enter__(self) -> Interruption:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.signal or not self.waits:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.signal = number
+        os.write(2, b"\nending this step; once more ends it at once\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2397,32 +2635,42 @@ def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
 class Curriculum:
     """The target tile of the moment: it doubles when more than BAR of the games of the last GROUPS groups were won.
 
-    So a task that is solved goes on teaching.  Without `rising` the target stays.
+    So a task that is solved goes on teaching.  Without `rising` the target stays.  The loader asks for a step's groups
+    while the step before is still under way, so a new target holds from the step after the next on.
     """
 
     BAR, GROUPS = 0.9, 8
 
     def __init__(self, target: int, rising: bool = True) -> None:
-        self.target, self.rising = target, rising
-        self.recent: deque[float] = deque(maxlen=self.GROUPS)  # shares of won games, at this target
+        self.rising = rising
+        self.since: list[tuple[int, int]] = [(0, target)]  # first step of a target, and it
+        self.recent: deque[float] = deque(maxlen=self.GROUPS)  # shares of won games, at the last target
 
-    def record(self, target: int, won: float) -> None:
+    @property
+    def target(self) -> int:
+        """The last one."""
+        return self.since[-1][1]
+
+    def at(self, step: int) -> int:
+        """The target of a step's groups; the first step is 0."""
+        return next(target for first, target in reversed(self.since) if first <= step)
+
+    def record(self, step: int, target: int, won: float) -> None:
         """Note a group's share of won games, and double the target if it is time to."""
         if target == self.target:  # groups that were under way when it doubled count no more
             self.recent.append(won)
         solved = len(self.recent) == self.GROUPS and statistics.fmean(self.recent) > self.BAR
         if self.rising and solved and self.target < 1 << 63:
-            self.target *= 2
+            self.since.append((step + 2, 2 * self.target))
             self.recent.clear()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"target": self.target, "recent": list(self.recent)}
+        return {"since": self.since, "recent": list(self.recent)}
 
-    def restore(self, checkpoint: Path) -> None:
-        """Go on where a checkpoint's training stood; for resuming."""
-        kept = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"]["StepReporter"]["attributes"]
-        self.target = kept["target"]
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint's training stood."""
+        self.since = [(step, target) for step, target in kept["since"]]
         self.recent.extend(kept["recent"])
 
 
@@ -2502,6 +2750,11 @@ def random_moves_win(config: TrainConfig, target: int) -> float:
     return statistics.fmean(result.outcome == "success" for result in results)
 
 
+def log2_tiles(verdicts: Sequence[Verdict]) -> list[float]:
+    """Of every game the exponent of its largest tile."""
+    return [math.log2(max(1, result.max_tile)) for verdict in verdicts for result in verdict.results]
+
+
 class RolloutLog:
     """Every step's completions and verdicts in rollouts.jsonl, a summary of the last one, and the best programs.
 
@@ -2515,7 +2768,10 @@ class RolloutLog:
         self._random_won = cache(partial(random_moves_win, config))
         self.finalists: dict[str, tuple[float, int]] = {}  # source -> mean of its largest tiles in a step, and which
         self._steps = 0
+        self._levels: list[float] = []  # mean log2 of the largest tiles, for each step since the last checkpoint
+        self._best_level = 0.0  # the highest mean of these that a checkpoint had
         self.summary: StepSummary | None = None
+        self.last: list[tuple[str, float, Verdict]] = []  # the last step's completions, their rewards and verdicts
         self.flat: list[bool] = []  # for each group of the last step, whether it has no gradient
 
     def around(self, reward_function: Callable[..., list[float]]) -> Callable[..., list[float]]:
@@ -2550,21 +2806,40 @@ class RolloutLog:
         target = max(target for _, _, _, target, _ in rows)
         known |= {"target": target, "flat": statistics.fmean(self.flat)}
         texts, rewards, _, _, verdicts = (list(column) for column in zip(*rows, strict=True))
+        self.last = list(zip(texts, rewards, verdicts, strict=True))
         self.summary = StepSummary.of(texts, verdicts, rewards, group, **known)
         for name, value in self.summary.curves().items():
             columns.get("log_metric", lambda *_: None)(name, value)
         for part in groups:
             results = [result for *_, verdict in part for result in verdict.results]
-            self._curriculum.record(part[0][3], statistics.fmean(r.outcome == "success" for r in results))
+            self._curriculum.record(self._steps, part[0][3], statistics.fmean(r.outcome == "success" for r in results))
         self._steps += 1
+        self._levels.append(statistics.fmean(log2_tiles(verdicts)))
         self._choose_finalists(verdicts)
         if RANK == 0:
-            state = columns.get("trainer_state")
             played = [{"text": text, "reward": reward, **dataclasses.asdict(verdict)}
                       for text, reward, verdict in zip(texts, rewards, verdicts, strict=True)]  # fmt: skip
             with self._path.open("a", encoding="utf-8") as file:
-                step = {"step": state.global_step + 1 if state else None, "target": target, "completions": played}
+                step = {"step": self._steps, "target": target, "completions": played}
                 file.write(json.dumps(step) + "\n")
+
+    def is_best(self) -> bool:
+        """Whether the steps before this checkpoint reached larger tiles than those before any other."""
+        level, self._levels = statistics.fmean(self._levels), []
+        best, self._best_level = level > self._best_level, max(level, self._best_level)
+        return best
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"steps": self._steps, "finalists": self.finalists, "best_level": self._best_level}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint's training stood: what came after it is forgotten."""
+        self._steps, self._best_level = kept["steps"], kept["best_level"]
+        self.finalists = {source: (tile, step) for source, (tile, step) in kept["finalists"].items()}
+        if RANK == 0 and self._path.exists():
+            with self._path.open(encoding="utf-8") as file:
+                write_whole(self._path, "".join(islice(file, self._steps)))
 
     def _choose_finalists(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
@@ -2591,15 +2866,16 @@ def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]
 
 
 def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
-    """A datasets.Dataset with one row per group, made when it is asked for: at the curriculum's target by then."""
+    """A datasets.Dataset with one row per group, made when it is asked for: at its step's target."""
     from datasets import Dataset
 
+    groups = RANKS * config.batch_size * config.accumulation // config.generations  # of a step
+
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        made = [training_row(config, group, curriculum.target) for group in batch["group"]]
+        made = [training_row(config, group, curriculum.at(group // groups)) for group in batch["group"]]
         return {name: [row[name] for row in made] for name in made[0]}
 
-    groups = RANKS * config.steps * config.batch_size * config.accumulation // config.generations
-    return Dataset.from_dict({"group": list(range(groups))}).with_transform(rows)
+    return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
 
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
@@ -2691,15 +2967,31 @@ def scored_early(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) 
 SAMPLED_EVERY = 10  # steps
 
 
-def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
+def trainer_class(rollouts: RolloutLog, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups; with seconds and, on some steps, KL and entropy as curves of our own.
 
-    TRL has a curve of the KL divergence only where beta is not 0, and one of the entropy not with every loss.
+    TRL has a curve of the KL divergence only where beta is not 0, and one of the entropy not with every loss.  A
+    checkpoint is written beside the others' place, and moved there when all of it is on the disk.
     """
     from trl import GRPOTrainer
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]
         step_began = 0.0
+        place = run  # of the checkpoint that is being written
+
+        def _get_output_dir(self, trial: Any) -> str:
+            return str(self.place)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.place = run / UNFINISHED
+            if RANK == 0:
+                shutil.rmtree(self.place, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            best = rollouts.is_best()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if RANK == 0:
+                finish_checkpoint(self.place / f"checkpoint-{self.state.global_step}", run, config.keep, best)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             started = time.perf_counter()
@@ -2710,7 +3002,7 @@ def trainer_class(rollouts: RolloutLog, skip_flat_groups: bool) -> type[Any]:
             if self.state.global_step % SAMPLED_EVERY == 0:
                 with self.compute_loss_context_manager():
                     self.sampled = sampled_curves(self.model, batch)
-            if not skip_flat_groups:
+            if not config.skip_flat_groups:
                 return batch
             return without_flat_groups(batch, rollouts.flat, by_token=self.loss_type in ("dapo", "bnpo"))
 
@@ -2733,7 +3025,6 @@ def make_trainer(
     import torch
     from trl import GRPOConfig
 
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run)
     gpu = torch.cuda.is_available()
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
     plain = uses_transformers(config)
@@ -2771,14 +3062,14 @@ def make_trainer(
         save_steps=config.save_steps,
         seed=config.seed,
         logging_steps=1,
-        report_to="tensorboard",
+        report_to="none",  # but to the run's own curves
         disable_tqdm=True,
         use_cpu=not gpu,
         bf16=gpu,
         dataloader_pin_memory=gpu,
     )
     first, *others = REWARDS
-    return trainer_class(log, config.skip_flat_groups)(
+    return trainer_class(log, config, run)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[log.around(first), *others, ends_in_time],
@@ -2804,6 +3095,14 @@ class Watcher:
         self._first_entropies: list[float] = []
         self._target, self._at_target = 0, 0  # and the steps since it came
         self.lost_steps = 0  # in a row, without anything to learn
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {name: value for name, value in vars(self).items() if name not in ("_patience", "_rising")}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint's training stood."""
+        vars(self).update(kept)
 
     @property
     def collapsed(self) -> bool:
@@ -2853,64 +3152,199 @@ class Watcher:
         return next((trouble for trouble, holds in troubles.items() if holds), "")
 
 
-def step_reporter(
-    trainer: Any, log: RolloutLog, curriculum: Curriculum, watcher: Watcher, progress: Progress, config: TrainConfig
-) -> Any:
-    """A trainer callback that evaluates the untrained model, and prints a line per step with the watcher's word.
+def small_curve(values: Sequence[float], width: int = 48) -> str:
+    """The last values as a line of bars."""
+    bars, values = "▁▂▃▄▅▆▇█", values[-width:]
+    low, high = min(values), max(values)
+    return "".join(bars[round((value - low) / (high - low or 1.0) * (len(bars) - 1))] for value in values)
 
-    It skips the optimizer's step where there is no gradient, stops a collapsed run or one whose minutes are over, and
-    keeps the curriculum in the checkpoints.
+
+class TrainingView:
+    """What people see of training: in a terminal one view that is kept up to date, elsewhere a line for each step."""
+
+    def __init__(self, console: Console, config: TrainConfig) -> None:
+        from rich.live import Live
+
+        self._console, self._config = console, config
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._rewards: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=10)
+        self._word = ""
+
+    def __enter__(self) -> TrainingView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line that stays."""
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def step(
+        self, number: int, step: StepSummary, tokens: float, seconds: float, word: str,
+        best: tuple[str, float, int] | None,
+    ) -> None:  # fmt: skip
+        """A step is over; `word` is the watcher's, `best` the best program so far, its tile and its step."""
+        count = f"step {number:{len(str(self._config.steps))}d}/{self._config.steps}"
+        line = f"{step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s"
+        if word:
+            self._word = word
+        if not self._live:
+            self.say(f"{count}  {line}")
+            if word:
+                self.say(f"  watch out: {word}", style="bold yellow")
+            return
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        self._rewards.append(step.reward)
+        self._seconds.append(seconds)
+        left = statistics.fmean(self._seconds) * (self._config.steps - number)
+        ends = "  ".join(f"{outcome} {share:.0%}" for outcome, share in step.outcomes.items() if share)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(count, ProgressBar(self._config.steps, number, width=40),
+                     f"about {timedelta(seconds=round(left))} left")  # fmt: skip
+        parts: list[Any] = [
+            head,
+            Text(line),
+            Text(f"reward {small_curve(self._rewards)}"),
+            Text(f"games: {ends}"),
+            Text(f"watch out: {self._word}" if self._word else "", style="bold yellow"),
+        ]
+        if best:
+            source, tile, found = best
+            lines = printable_source(source).splitlines()
+            shown = "\n".join(lines[:16] + ["..."] * (len(lines) > 16))
+            parts.append(
+                Panel(Text(shown), title=f"best program so far: tile {tile:.0f} in step {found}", expand=False)
+            )
+        self._live.update(Group(*parts), refresh=True)
+
+
+def show_in_tensorboard(writer: Any, step: int, log: RolloutLog, config: TrainConfig) -> None:
+    """A histogram of the largest tiles; as often as there are checkpoints the completions with their verdicts, and the
+    best program with the end of a game of its."""
+    import numpy as np
+
+    writer.add_histogram("largest tile, log2", np.array(log2_tiles([verdict for *_, verdict in log.last])), step)
+    if step % config.save_steps:
+        return
+    rows = [f"**reward {reward:.2f}, {verdict.works}** {verdict.cheating} "
+            + " ".join(f"{result.outcome} {result.max_tile}" for result in verdict.results)
+            + f"\n\n{indented(text)}" for text, reward, verdict in log.last[:8]]  # fmt: skip
+    writer.add_text("completions", "\n\n---\n\n".join(rows), step)
+    for source in islice(log.finalists, 1):
+        seeds = board_seeds(1, config.seed, "picture")
+        games = execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout, True)[0]
+        show_best(writer, step, source, best_game(games, config.size))
+
+
+def show_best(writer: Any, step: int, source: str, game: Mapping[str, Any]) -> None:
+    """The best program and the end of its best game, in TensorBoard."""
+    import numpy as np
+
+    writer.add_text("best program", indented(source), step)
+    writer.add_image("end of the best game", np.asarray(board_picture(game["end"])), step, dataformats="HWC")
+
+
+def indented(text: str) -> str:
+    """Model-written text as a block of code in Markdown, out of which nothing leads."""
+    return textwrap.indent(printable_source(text), "    ", lambda _: True)
+
+
+class Reporter:
+    """Evaluates the untrained model, and shows every step with the watcher's word.
+
+    It skips the optimizer's step where there is no gradient, stops a collapsed run, one whose minutes are over and one
+    that is interrupted, and keeps in the checkpoints what the trainer knows nothing of.
     """
+
+    def __init__(
+        self, trainer: Any, log: RolloutLog, curriculum: Curriculum, watcher: Watcher, view: TrainingView,
+        config: TrainConfig, interruption: Interruption,
+    ) -> None:  # fmt: skip
+        self._trainer, self._config, self._view, self._interruption = trainer, config, view, interruption
+        self._log, self._curriculum, self._watcher = log, curriculum, watcher
+        self.before: Score | None = None  # of the untrained model
+        self.writer: Any = None  # of the curves
+        self.distinct: list[float] = []  # a step each
+        self.flat: list[float] = []
+        self.target = 0
+        self.spent = 0.0  # seconds of training, with those before a checkpoint that it goes on from
+        self._began = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self.before is None:
+            self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
+            self.before = evaluate_model(self._trainer.model, self._trainer.processing_class, self._config)
+        self._began = time.monotonic() - self.spent
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.step_began = time.perf_counter()
+        self._interruption.waits = True
+
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        flat = self._log.summary is not None and self._log.summary.flat == 1
+        if self._config.skip_flat_groups and self._config.beta == 0 and flat:
+            optimizer.zero_grad()  # neither momentum nor an entropy bonus alone may move the weights
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.spent = time.monotonic() - self._began
+        if any(gathered([self._interruption.signal])):
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        step, config = self._log.summary, self._config
+        if step is None or "loss" not in logs:
+            return
+        self.distinct.append(step.distinct)
+        self.flat.append(step.flat)
+        if step.target != self.target:
+            self._view.say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
+            self.target = step.target
+        seconds = time.perf_counter() - self._trainer.step_began
+        best = next(((source, *found) for source, found in self._log.finalists.items()), None)
+        tokens, word = logs.get("completions/mean_length", 0), self._watcher.look(step, logs)
+        self._view.step(state.global_step, step, tokens, seconds, word, best)
+        if self.writer:
+            show_in_tensorboard(self.writer, state.global_step, self._log, config)
+        over = config.minutes > 0 and self.spent > 60 * config.minutes
+        if self._watcher.collapsed or by_first_rank(lambda: over):
+            control.should_save = control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        parts = {"curriculum": self._curriculum, "log": self._log, "watcher": self._watcher}
+        own = {"distinct": self.distinct, "flat": self.flat, "spent": self.spent, "target": self.target}
+        kept = {name: part.state() for name, part in parts.items()}  # type: ignore[attr-defined]
+        return {"args": {}, "attributes": {**kept, **own, "before": self.before and vars(self.before)}}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on where a checkpoint's training stood."""
+        kept = read_json(checkpoint / "trainer_state.json")["stateful_callbacks"]["StepReporter"]["attributes"]
+        self._curriculum.restore(kept["curriculum"])
+        self._log.restore(kept["log"])
+        self._watcher.restore(kept["watcher"])
+        self.before = Score(**kept["before"])
+        self.distinct, self.flat, self.spent, self.target = (kept[k] for k in ("distinct", "flat", "spent", "target"))
+
+
+def step_reporter(*parts: Any) -> Any:
+    """A Reporter of these parts, as the trainer takes it."""
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-    task = progress.add_task("training", total=config.steps)
-    say = partial(progress.console.print, highlight=False, soft_wrap=True)
+    class StepReporter(Reporter, TrainerCallback, ExportableState):  # type: ignore[misc]
+        pass
 
-    class StepReporter(TrainerCallback, ExportableState):  # type: ignore[misc]
-        target = 0
-        before: Score | None = None
-        started = time.monotonic()
-
-        def __init__(self) -> None:
-            self.distinct: list[float] = []  # a step each
-            self.flat: list[float] = []
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            say(f"playing {config.games} held-out boards with the untrained model")
-            self.before = self.before or evaluate_model(trainer.model, trainer.processing_class, config)
-            self.started = time.monotonic()
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            trainer.step_began = time.perf_counter()
-
-        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-            if config.skip_flat_groups and config.beta == 0 and log.summary and log.summary.flat == 1:
-                optimizer.zero_grad()  # neither momentum nor an entropy bonus alone may move the weights
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            step = log.summary
-            if step is None or "loss" not in logs:
-                return
-            self.distinct.append(step.distinct)
-            self.flat.append(step.flat)
-            if step.target != self.target:
-                say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
-                self.target = step.target
-            count = f"step {state.global_step:{len(str(config.steps))}d}/{config.steps}"
-            seconds = time.perf_counter() - trainer.step_began
-            say(f"{count}  {step.line()}  {logs.get('completions/mean_length', 0):3.0f} tokens  {seconds:4.1f} s")
-            progress.update(task, completed=state.global_step)
-            if word := watcher.look(step, logs):
-                say(f"  watch out: {word}", style="bold yellow")
-            end = self.started + (60 * config.minutes or math.inf)
-            if watcher.collapsed or by_first_rank(lambda: time.monotonic() > end):
-                control.should_save = control.should_training_stop = True
-
-        def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": curriculum.state()}
-
-    return StepReporter()
+    return StepReporter(*parts)
 
 
 def best_program(sources: Sequence[str], config: TrainConfig) -> str | None:
@@ -2919,20 +3353,6 @@ def best_program(sources: Sequence[str], config: TrainConfig) -> str | None:
     played = execute_strategies(sources, seeds, config.size, TO_THE_END, config.keys, config.timeout)
     ranked = sorted(zip(played, sources, strict=True), key=lambda row: sum(result.score for result in row[0]))
     return ranked[-1][1] if ranked else None
-
-
-def make_run_folder(config: TrainConfig) -> Path:
-    """A new folder for the run, with its config in it.  Raises UsageError where it cannot be written."""
-    name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = config.output_dir / name
-    try:
-        run.mkdir(parents=True, exist_ok=False)
-        (run / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
-    except FileExistsError:
-        raise UsageError(f"{run} is there already: choose another --run-name") from None
-    except OSError as error:
-        raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
-    return run
 
 
 @dataclass(frozen=True)
@@ -2945,6 +3365,7 @@ class Training:
     distinct: float  # programs, as a share of a group's completions; mean over the steps
     zero_spread: float  # share of groups without spread
     collapsed: bool
+    interrupted: int  # the signal that ended it; 0: none
     finalists: tuple[str, ...]  # the programs with the largest tiles
 
 
@@ -2958,22 +3379,32 @@ def adapter_digest(model: Any) -> str:
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> tuple[Score, Training]:
-    """All training steps, or those until a collapse or the end of time; the adapter is left in the run's folder.
+    """All training steps, or those until a collapse, an interruption or the end of time, from the newest checkpoint on.
 
-    The untrained model is evaluated here too: only the trainer puts the model where it belongs.
+    The adapter is left in the run's folder.  The untrained model is evaluated here too: only the trainer puts the model
+    where it belongs.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from torch.utils.tensorboard import SummaryWriter
     from transformers import PrinterCallback
+    from transformers.integrations import TensorBoardCallback
 
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     curriculum = Curriculum(config.target, config.curriculum)
     log, watcher = RolloutLog(run / "rollouts.jsonl", config, curriculum), Watcher(config.patience, config.curriculum)
     trainer = make_trainer(model, tokenizer, config, run, log, curriculum)
     trainer.remove_callback(PrinterCallback)  # the raw dictionaries
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        reporter = step_reporter(trainer, log, curriculum, watcher, progress, config)
+    checkpoint = by_first_rank(partial(newest_checkpoint, run, say))
+    step = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+    with TrainingView(console, config) as view, Interruption() as interruption:
+        reporter = step_reporter(trainer, log, curriculum, watcher, view, config, interruption)
+        if checkpoint:
+            reporter.restore(checkpoint)
+            say(f"going on after step {step}")
         trainer.add_callback(reporter)
-        trainer.train()
+        if RANK == 0:  # of what was logged after the checkpoint, readers of the curves keep nothing
+            reporter.writer = SummaryWriter(run, purge_step=step + 1)
+            trainer.add_callback(TensorBoardCallback(reporter.writer))
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded() else None
     if RANKS > 1 and not sharded() and len(set(gathered([adapter_digest(model)]))) > 1:
         raise RuntimeError("the processes have trained different adapters")
@@ -2982,36 +3413,76 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
         tokenizer.save_pretrained(run / "adapter")
     return reporter.before, Training(
         steps=trainer.state.global_step,
-        minutes=round((time.monotonic() - reporter.started) / 60, 2),
+        minutes=round(reporter.spent / 60, 2),
         target=curriculum.target,
         distinct=round(statistics.fmean(reporter.distinct), 4),
         zero_spread=round(statistics.fmean(reporter.flat), 4),
         collapsed=watcher.collapsed,
+        interrupted=max(gathered([interruption.signal])),
         finalists=tuple(log.finalists),
     )
 
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Train, evaluate before and after, save.  Returns what --json prints."""
-    started = time.monotonic()
+    started, loud = time.monotonic(), console
+    if config.quiet:
+        console = type(console)(quiet=True)
     check_model(config.model, config.reasoning)
     join_ranks(config)
     shared_pool(jailed=not config.unsafe_no_jail)
-    run = by_first_rank(partial(make_run_folder, config))
+    run = by_first_rank(partial(open_run, config))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
-    before, training = learn(model, tokenizer, config, run, console)
-    if training.collapsed:
-        say(f"stopped at step {training.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
-    say(f"playing {config.games} held-out boards with the trained model")
-    after = evaluate_model(model, tokenizer, config)
-    return by_first_rank(partial(conclude, before, training, after, config, run, started, console))
+    with blaming_the_folder(run):
+        before, training = learn(model, tokenizer, config, run, console)
+        if training.interrupted:
+            say("choosing the best program so far (Ctrl-C leaves that out)")
+            by_first_rank(partial(keep_best, training, config, run))
+            say(by_first_rank(partial(report_run, run)))
+            say(f"stopped after step {training.steps}; to go on: --run-name {run.name}")
+            return {"run": str(run), "steps": training.steps, "interrupted": training.interrupted}
+        if training.collapsed:
+            say(f"stopped at step {training.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
+        say(f"playing {config.games} held-out boards with the trained model")
+        after = evaluate_model(model, tokenizer, config)
+        return by_first_rank(partial(conclude, before, training, after, config, run, started, console, loud))
+
+
+def keep_best(training: Training, config: TrainConfig, run: Path) -> tuple[str, dict[str, Any] | None]:
+    """Choose a run's best program and leave it in the run's folder, with its best held-out game.
+
+    Returns its source and its score; "" and None where no program played.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    source = best_program(training.finalists, config)
+    if source is None:
+        return "", None
+    games = play_held_out(source, config, record=True)
+    game = best_game(games, config.size)
+    write_whole(run / "best_strategy.py", source + "\n")
+    write_whole(run / "best_game.json", json.dumps(game) + "\n")
+    with SummaryWriter(run) as writer:
+        show_best(writer, training.steps, source, game)
+    return source, dataclasses.asdict(score(games, config.target))
+
+
+def report_run(run: Path) -> str:
+    """Write a run's report.html from its folder; what hinders that costs the run nothing.  Returns what to say."""
+    try:
+        import report
+
+        return f"the report is {report.write_report(run)}"
+    except Exception as error:  # the weights are worth more than any page about them
+        return f"no report could be written: {error}"
 
 
 def conclude(
-    before: Score, training: Training, after: Score, config: TrainConfig, run: Path, started: float, console: Console
-) -> dict[str, Any]:
+    before: Score, training: Training, after: Score, config: TrainConfig, run: Path, started: float, console: Console,
+    loud: Console,
+) -> dict[str, Any]:  # fmt: skip
     """Hold a run's result against the controls, write it down and show it with the best program."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say("playing them with both controls")
@@ -3019,21 +3490,21 @@ def conclude(
         "before": dataclasses.asdict(before),
         "after": dataclasses.asdict(after),
         "controls": evaluate_controls(config),
-        "best": None,
-        **{name: value for name, value in vars(training).items() if name != "finalists"},
+        "best": None,  # its place among these
+        "boards": board_names(config),
+        **{name: value for name, value in vars(training).items() if name not in ("finalists", "interrupted")},
         "run": str(run),
         "ranks": RANKS,
         "jailed": shared_pool().jailed,
     }
     say("choosing the best program of the run, and playing them with it")
-    source = best_program(training.finalists, config)
-    if source is not None:
-        (run / "best_strategy.py").write_text(source + "\n", encoding="utf-8")
-        result["best"] = dataclasses.asdict(evaluate_strategy(source, config))
+    source, result["best"] = keep_best(training, config, run)
     result["seconds"] = round(time.monotonic() - started, 1)
-    (run / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    show_result(console, result, config.target)
-    if source is not None:
+    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
+    write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    say(report_run(run))
+    show_result(loud, result, config.target)
+    if source:
         say(f"the best program ({run / 'best_strategy.py'}):\n")
         console.print(printable_source(source), highlight=False, markup=False, soft_wrap=True)
     return result
@@ -3407,6 +3878,37 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     return summary
 
 
+def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
+    """The compare command.  Returns what --json prints."""
+    from rich.table import Table
+
+    import records
+    import report
+
+    try:
+        runs = records.read_runs(config.runs)
+        pairs = records.pairs_between(runs)
+        report.write_comparison(runs, pairs, config.output)
+    except records.ReportError as error:
+        raise UsageError(str(error)) from None
+    target = next(iter(runs.values())).config["target"]
+    scores = {name: vars(run.scores[records.AFTER]) for name, run in runs.items()}
+    table = Table("after training", f"made {target}", "95% interval", "median tile", "games")
+    for name, row in scores.items():
+        table.add_row(rich_text(name), f"{row['won']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}",
+                      f"{row['median']:.0f}", str(row["games"]))  # fmt: skip
+    console.print(table)
+    tests = Table("board by board", f"only one made {target}", "p (McNemar)", "higher tile", "p (sign)", "boards")
+    for pair in pairs:
+        tests.add_row(rich_text(f"{pair.first} against {pair.second}"), f"{pair.won_first} : {pair.won_second}",
+                      f"{pair.won_p:.3g}", f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.3g}",
+                      str(pair.boards))  # fmt: skip
+    console.print(tests)
+    console.print(f"both tests are exact, two-sided, and not corrected for their number; the page is {config.output}",
+                  highlight=False, markup=False, soft_wrap=True)  # fmt: skip
+    return {"page": str(config.output), "runs": scores, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
+
+
 def doctor(config: DoctorConfig, console: Console) -> dict[str, Any]:
     """The doctor command.  Returns what --json prints; `fit` says whether training could start."""
     from rich.table import Table
@@ -3506,7 +4008,8 @@ _RANGES = {
     "warmup_steps": (0.0, 10**6), "decay_steps": (0.0, 10**6),
     "weight_decay": (0.0, 1.0), "max_grad_norm": (0.0, 10**6), "temperature": (0.01, 10.0), "entropy_coef": (0.0, 1.0),
     "beta": (0.0, 100.0), "cut_off_price": (0.0, 100.0), "lora_rank": (1, 1024), "lora_alpha": (1, 4096),
-    "max_new_tokens": (1, 1 << 20), "max_seq_length": (0, 1 << 20), "save_steps": (1, 10**7), "patience": (1, 10**7),
+    "max_new_tokens": (1, 1 << 20), "max_seq_length": (0, 1 << 20), "save_steps": (1, 10**7),
+    "keep": (1, 10**6), "patience": (1, 10**7),
     "seed": (0, 2**32 - 1), "games": (1, 10**4), "eval_batch_size": (1, 1024), "timeout": (0.01, 3600.0),
     "delay": (0.0, 60.0),
 }  # fmt: skip
@@ -3543,6 +4046,7 @@ KINDS: dict[str, Any] = {
     "train": TrainConfig,
     "eval": EvalConfig,
     "play": PlayConfig,
+    "compare": CompareConfig,
     "export": ExportConfig,
     "doctor": DoctorConfig,
 }
@@ -3550,9 +4054,39 @@ KINDS: dict[str, Any] = {
 
 def _given(argv: Sequence[str], flag: str, choices: Container[str] | None, default: str) -> Any:
     """The value that a flag has on the command line, or the default; wrong ones are left to tyro's complaint."""
+    argv = [word.replace("_", "-", word.split("=")[0].count("_")) if word.startswith("--") else word for word in argv]
     values = [after if name == flag else name.removeprefix(f"{flag}=") for name, after in pairwise([*argv, ""])
               if name == flag or name.startswith(f"{flag}=")]  # fmt: skip
     return values[-1] if values and (choices is None or values[-1] in choices) else default
+
+
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}  # by a run that goes on
+
+
+def run_to_resume(argv: Sequence[str]) -> Path | None:
+    """The folder of the run that a command line names again, or with --resume the newest one; None for a new run."""
+    name = str(_given(argv, "--run-name", None, "latest" if "--resume" in argv else ""))
+    run = Path(_given(argv, "--output-dir", None, "outputs")) / name
+    if name and (run / "config.json").is_file():
+        return run.resolve()
+    if "--resume" in argv:
+        raise UsageError(f"there is no run {run} to go on with: leave --resume out")
+    return None
+
+
+def stored_config(run: Path) -> TrainConfig:
+    """The config that a run began with."""
+    stored = read_json(run / "config.json")
+    known = {field.name: stored[field.name] for field in dataclasses.fields(TrainConfig) if field.name in stored}
+    return TrainConfig(**known | {"output_dir": run.parent, "run_name": run.name, "resume": False, "json": False})
+
+
+def check_unchanged(config: TrainConfig, stored: TrainConfig) -> None:
+    """Raise UsageError for a number that a run did not begin with, and that would make another run of it."""
+    for name, value in vars(stored).items():
+        if name not in CHANGEABLE | {"output_dir", "run_name"} and getattr(config, name) != value:
+            raise UsageError(f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
+                             "choose another --run-name")  # fmt: skip
 
 
 def parse_arguments(argv: list[str]) -> Config:
@@ -3564,7 +4098,10 @@ def parse_arguments(argv: list[str]) -> Config:
         print(__doc__)
     reasoning = _given(argv, "--reasoning", REASONING, "none")
     default: Any = None  # the numbers, and what --help says of them, are those of what was chosen
-    if command == "train":
+    resumed = run_to_resume(argv) if command == "train" else None
+    if resumed:
+        default = stored_config(resumed)
+    elif command == "train":
         recipe = _given(argv, "--recipe", ("stable", "published"), "stable")
         default = train_defaults(resolve_model(_given(argv, "--model", None, "auto")), recipe, reasoning)
     elif command == "eval":
@@ -3586,6 +4123,9 @@ def parse_arguments(argv: list[str]) -> Config:
         config.model = resolve_model(config.model)
     if isinstance(config, TrainConfig | EvalConfig):
         config.max_seq_length = config.max_seq_length or 568 + config.max_new_tokens
+    if isinstance(config, TrainConfig) and resumed:
+        check_unchanged(config, stored_config(resumed))
+        config.output_dir, config.run_name = resumed.parent, resumed.name
     check_config(config)
     if RANKS > 1 and not isinstance(config, TrainConfig):
         raise UsageError(f"{command} runs in one process: start it with python, without torchrun")
@@ -3594,7 +4134,7 @@ def parse_arguments(argv: list[str]) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit code: 0; 2 for what the user can mend (one line says what); 3 where training
-    collapsed; 130 for Ctrl-C."""
+    collapsed; 130 for Ctrl-C, 143 for SIGTERM."""
     real_stdout = sys.stdout
     try:
         config = parse_arguments(list(sys.argv[1:] if argv is None else argv))
@@ -3602,17 +4142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
             console = Console(quiet=RANK > 0)
-            match config:
-                case TrainConfig():
-                    result = train(config, console)
-                case EvalConfig():
-                    result = evaluate(config, console)
-                case PlayConfig():
-                    result = play(config, console)
-                case ExportConfig():
-                    result = export(config, console)
-                case DoctorConfig():
-                    result = doctor(config, console)
+            commands: dict[type, Callable[[Any, Console], dict[str, Any]]] = {
+                TrainConfig: train, EvalConfig: evaluate, PlayConfig: play, CompareConfig: compare,
+                ExportConfig: export, DoctorConfig: doctor,
+            }  # fmt: skip
+            result = commands[type(config)](config, console)
         if config.json and RANK == 0:
             print(json.dumps(result), file=real_stdout)
     except JailError as error:
@@ -3627,6 +4161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if result.get("fit") is False:
         return 2
+    if result.get("interrupted"):
+        return 128 + int(result["interrupted"])
     return 3 if result.get("collapsed") else 0
 
 

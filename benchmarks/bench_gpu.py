@@ -36,7 +36,6 @@ sys.path.insert(0, str(ROOT))
 
 import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.progress import Progress  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
@@ -208,8 +207,8 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             log = program.RolloutLog(scratch / "rollouts.jsonl", config, curriculum)
             trainer = program.make_trainer(model, tokenizer, config, scratch, log, curriculum)
             trainer.remove_callback(PrinterCallback)
-            watcher, silent = program.Watcher(10**6), Progress(console=Console(quiet=True), disable=True)
-            reporter = program.step_reporter(trainer, log, curriculum, watcher, silent, config)
+            watcher, silent = program.Watcher(10**6), program.TrainingView(Console(quiet=True), config)
+            reporter = program.step_reporter(trainer, log, curriculum, watcher, silent, config, program.Interruption())
             reporter.before = program.score((), config.target)  # no evaluation
             trainer.add_callback(reporter)
             trainer.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,10 +36,12 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def base() -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
     program.prepare_environment(offline=True)
-    return program.warm_start()
+    with (tmp_path_factory.getbasetemp().parent / "base").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes one makes it
+        return program.warm_start()
 
 
 @pytest.fixture(scope="session")

@@ -55,8 +55,8 @@ def test_strategies_are_jailed_in_there(tmp_path: Path) -> None:
     shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path)
     for path in (tmp_path, *tmp_path.iterdir()):
         os.chown(path, 12345, 23456)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+    for parent in (tmp_path, *tmp_path.parents[:-2]):
+        parent.chmod(parent.stat().st_mode | 0o055)
     code = f"""import os, gpt_2048_rl as program
 (result,) = program.execute_strategy({HONEST!r}, (1,), target=256)
 print(os.getuid(), program.shared_pool().jailed, result.outcome)"""

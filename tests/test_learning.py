@@ -6,7 +6,6 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,33 +148,40 @@ def test_equal_rewards_are_flat_whatever_their_last_digit() -> None:
 def test_the_target_doubles_when_nine_in_ten_games_are_won() -> None:
     curriculum = program.Curriculum(2048)
     for won in (*[1.0] * 7, 0.1, *[1.0] * 7):
-        curriculum.record(2048, won)
+        curriculum.record(0, 2048, won)
         assert curriculum.target == 2048
-    curriculum.record(2048, 1.0)
+    curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 4096
     for _ in range(9):  # groups that were under way when it doubled count no more
-        curriculum.record(2048, 1.0)
+        curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 4096
     for _ in range(8):
-        curriculum.record(4096, 0.95)
+        curriculum.record(9, 4096, 0.95)
     assert curriculum.target == 8192
 
 
 def test_without_a_curriculum_the_target_stays() -> None:
     curriculum = program.Curriculum(2048, rising=False)
     for _ in range(9):
-        curriculum.record(2048, 1.0)
+        curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 2048
 
 
-def test_the_curriculum_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
+def test_a_new_target_holds_from_the_step_after_the_next_on() -> None:
+    """The loader has the next step's groups by then: a run that goes on from a checkpoint has to give them the same."""
+    curriculum = program.Curriculum(2048)
+    for step in range(12):
+        curriculum.record(step, curriculum.at(step), 1.0)
+    assert [curriculum.at(step) for step in range(12)] == [2048] * 9 + [4096] * 3
+
+
+def test_a_curriculum_goes_on_where_it_stood() -> None:
     before, after = program.Curriculum(2048), program.Curriculum(2048)
-    before.target = 8192
+    before.since.append((7, 4096))
     before.recent.extend((0.5, 0.75))
-    state = {"stateful_callbacks": {"StepReporter": {"args": {}, "attributes": before.state()}}}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    after.restore(tmp_path)
-    assert after.state() == {"target": 8192, "recent": [0.5, 0.75]}
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.state() == before.state()
+    assert (after.at(6), after.at(7)) == (2048, 4096)
 
 
 def test_prompts_follow_the_curriculum_and_vary() -> None:
@@ -187,9 +193,9 @@ def test_prompts_follow_the_curriculum_and_vary() -> None:
     assert all("2048x2048" not in prompt and "6" in prompt and "2048" in prompt for prompt in prompts)
     assert program.build_prompt(wording=-1) not in prompts
     assert len({tuple(rows[i]["seeds"]) for i in range(16)}) == 16
-    curriculum.target = 4096
-    assert rows[3]["target"] == 4096
-    assert "4096" in rows[3]["prompt"][0]["content"]
+    curriculum.since.append((5, 4096))  # a step has two groups
+    assert [rows[i]["target"] for i in (9, 10)] == [2048, 4096]
+    assert "4096" in rows[10]["prompt"][0]["content"]
 
 
 def test_the_published_recipe_has_one_prompt() -> None:

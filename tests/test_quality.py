@@ -29,6 +29,13 @@ def test_importing_the_program_imports_nothing_heavy() -> None:
     assert sorted(set(HEAVY) & {name.partition(".")[0] for name in done.stdout.split()}) == []
 
 
+def test_pages_are_made_without_the_program() -> None:
+    """It runs as __main__: imported once more it would have a second pool of players, and a second of everything."""
+    done = run_python("import sys, report; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert sorted({*HEAVY, "gpt_2048_rl"} & {name.partition(".")[0] for name in done.stdout.split()}) == []
+
+
 def test_the_workers_import_only_the_standard_library() -> None:
     """A referee needs no package: it runs without site-packages, so that none can be planted there either."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import gpt_2048_rl; print('site' in sys.modules)"

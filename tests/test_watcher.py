@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.progress import Progress
+from rich.console import Console
 
 import gpt_2048_rl as program
 from tests.helpers import run
@@ -93,12 +93,13 @@ def test_it_is_said_when_random_moves_would_do_as_well() -> None:
 def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) -> None:
     """After a step, and saved."""
     config = program.TrainConfig(minutes=minutes)
-    with Progress(disable=True) as progress:
+    with program.TrainingView(Console(quiet=True), config) as view:
         reporter = program.step_reporter(
-            SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY),  # type: ignore[arg-type]
-            program.Curriculum(2048), program.Watcher(20), progress, config)  # fmt: skip
+            SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY, finalists={}),
+            program.Curriculum(2048), program.Watcher(20), view, config, program.Interruption())  # fmt: skip
         control = SimpleNamespace(should_save=False, should_training_stop=False)
-        reporter.started = time.monotonic() - 1
+        reporter._began = time.monotonic() - 1
+        reporter.on_step_end(None, None, control)
         reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
     assert (control.should_save, control.should_training_stop) == (stops, stops)
 

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""What watching, recording and checkpoints cost: steps of the program against steps of TRL's own trainer.
+
+    python benchmarks/bench_overhead.py
+
+Both train the embedded model on the same boards with the same rewards, judged by the same players, from the same start,
+in turns.  TRL's trainer has no rollouts.jsonl, watcher, live view, TensorBoard or checkpoints.  The random numbers are
+the same, so both write and play the same programs: that is checked.  Ours is measured twice: as it is, and without
+letting players begin while other completions are still written, which saves time that the rest costs.  A table, then
+one JSON line; exit code 1 where the latter takes more than 5% longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tyro  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import gpt_2048_rl as program  # noqa: E402
+
+SIDES, LIMIT = ("trl", "ours", "ours, not early"), 1.05
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to measure."""
+
+    repetitions: int = 3  # of each side, in turns
+    steps: int = 10  # of each repetition; the first is left out
+    save_steps: int = 5  # checkpoints, texts and pictures four times as often as by default
+
+
+def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str]]:
+    """Seconds of each step but the first, and the completions of the last."""
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    config = replace(program.train_defaults("tiny", "stable", "none"), steps=args.steps, save_steps=args.save_steps,
+                     max_seq_length=768, output_dir=folder.parent, run_name=folder.name)  # fmt: skip
+    model, tokenizer = program.load_model("tiny", config, lambda _: None)
+    model = program.add_adapters(model, config)
+    folder.mkdir()
+    curriculum = program.Curriculum(config.target)
+    log = program.RolloutLog(folder / "rollouts.jsonl", config, curriculum)
+    trainer = program.make_trainer(model, tokenizer, config, folder, log, curriculum)
+    ends: list[float] = []
+    last: list[str] = []
+    with contextlib.ExitStack() as stack:
+        if side == "trl":
+            trainer = bare(trainer, config)
+        else:
+            terminal = Console(file=stack.enter_context((folder / "log").open("w")), force_terminal=True)
+            view = stack.enter_context(program.TrainingView(terminal, config))
+            reporter = program.step_reporter(trainer, log, curriculum, program.Watcher(10**6), view, config,
+                                             program.Interruption())  # fmt: skip
+            reporter.before = program.score((), config.target)
+            reporter.writer = stack.enter_context(SummaryWriter(folder))
+            trainer.add_callback(reporter)
+            trainer.add_callback(TensorBoardCallback(reporter.writer))
+            if side == "ours, not early":
+                stack.enter_context(not_early())
+        record(trainer, ends, last)
+        trainer.train()
+    return [after - before for before, after in pairwise(ends)], last
+
+
+def bare(trainer: Any, config: program.TrainConfig) -> Any:
+    """TRL's own trainer with the same arguments, model, rewards and rows."""
+    from trl import GRPOTrainer
+
+    trainer.args.save_strategy = "no"
+    return GRPOTrainer(model=trainer.model, processing_class=trainer.processing_class, args=trainer.args,
+                       reward_funcs=[*program.REWARDS, program.ends_in_time],
+                       train_dataset=program.training_set(config, program.Curriculum(config.target)))  # fmt: skip
+
+
+@contextlib.contextmanager
+def not_early() -> Iterator[None]:
+    """Nobody plays before all completions are written."""
+    own = program.scored_early
+    program.scored_early = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        program.scored_early = own
+
+
+def record(trainer: Any, ends: list[float], last: list[str]) -> None:
+    """Note when each step ends, and what its completions were."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    first = trainer.reward_funcs[0]
+
+    def kept(completions: Any, **columns: Any) -> list[float]:
+        last[:] = map(program.completion_text, completions)
+        rewards: list[float] = first(completions, **columns)
+        return rewards
+
+    kept.__name__ = first.__name__
+    trainer.reward_funcs[0] = kept
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Ends())
+
+
+def main(args: Args) -> int:
+    """Measure and print."""
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", tempfile.gettempdir())
+    program.prepare_environment(offline=True)
+    program.warm_start()
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}  # a step, the median of a repetition
+    written: set[tuple[str, ...]] = set()
+    with tempfile.TemporaryDirectory() as scratch:
+        for repetition in range(args.repetitions):
+            for side in SIDES:
+                times, last = steps_of(side, args, Path(scratch) / f"{repetition} {side}")
+                seconds[side].append(statistics.fmean(times[1:]))
+                written.add(tuple(last))
+    if len(written) > 1:
+        raise SystemExit("the sides have trained different models: their times say nothing")
+    ratios = {side: [ours / trl for ours, trl in zip(seconds[side], seconds["trl"], strict=True)] for side in SIDES}
+    table = Table("", "s a step", "against TRL's trainer", title=f"{args.repetitions} x {args.steps - 1} steps")
+    for side in SIDES:
+        rows = (sorted(seconds[side]), sorted(ratios[side]))
+        table.add_row(side, *(f"{statistics.median(row):.2f} ({row[0]:.2f} to {row[-1]:.2f})" for row in rows))
+    Console().print(table)
+    met = statistics.median(ratios["ours, not early"]) <= LIMIT
+    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "seconds": seconds, "ratios": ratios, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -1,0 +1,553 @@
+"""report.html and compare, in a real browser: what they say, that no text in them does anything, and the replay."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+import records
+import report
+from tests.browser import Browser, Page
+from tests.conftest import Run
+from tests.helpers import HONEST, run
+
+HOSTILE = (
+    "</code></pre></script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
+    '" onfocus="window.hit = 1" autofocus x="<!-- ]]> {{games}} &lt;b&gt; \\u003c \u2028 \u202e \x00 \x1b[31m \ud800\n'
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser where there is one; CI has to have it."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None and os.environ.get("CI"):
+        pytest.fail("there is no chromium")
+    if executable is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    with Browser(executable) as started:
+        yield started
+
+
+@pytest.fixture
+def folder(trained: Run, tmp_path: Path) -> Path:
+    """A copy of a finished run, to be changed."""
+    left_out = shutil.ignore_patterns("checkpoint-*", "adapter")
+    return Path(shutil.copytree(trained.folder, tmp_path / "copy", ignore=left_out, symlinks=True))
+
+
+def change(file: Path, changed: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a JSON file with what `changed` does to its object."""
+    content = json.loads(file.read_text())
+    changed(content)
+    file.write_text(json.dumps(content))
+
+
+def shown_board(page: Page) -> list[int]:
+    """The tiles of the replay, row by row."""
+    return list(page.run("[...document.querySelectorAll('#board [role=cell]')].map(c => Number(c.textContent))"))
+
+
+def shown(page: Page, selector: str) -> str:
+    """The text of an element."""
+    return str(page.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a report says
+
+
+def test_a_training_run_writes_its_report(trained: Run) -> None:
+    assert f"the report is {trained.folder / 'report.html'}" in trained.stderr
+    assert (trained.folder / "report.html").stat().st_size < 500_000
+
+
+def test_the_table_has_the_figures_of_the_result(trained: Run, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        cells = "[...document.querySelectorAll('tbody tr')].map(r => [...r.children].map(c => c.innerText))"
+        rows = {name: figures for name, *figures in page.run(cells)}
+    result = trained.result
+    for name, score in (("before training", result["before"]), ("after training", result["after"]),
+                        ("random legal moves", result["controls"]["random"])):  # fmt: skip
+        interval = f"{score['won_low']:.0%} to {score['won_high']:.0%}"
+        assert rows[name][0].split("\n")[:2] == [f"{score['won']:.0%}", interval]
+        assert rows[name][1].split("\n")[0] == f"{score['largest_tile_median']:.0f}"
+        assert rows[name][2] == "4"
+
+
+def test_a_stopped_run_has_a_page_without_a_result(folder: Path, browser: Browser) -> None:
+    """As a kill leaves it: no result, no best program, and a last line that was cut off."""
+    for name in ("result.json", "best_strategy.py", "best_game.json", "report.html"):
+        (folder / name).unlink()
+    log = folder / "rollouts.jsonl"
+    log.write_text(log.read_text()[:-100])
+    report.write_report(folder)
+    with Page(browser) as page:
+        page.open(folder / "report.html")
+        assert "1 of 2 steps" in shown(page, "main > p")
+        assert page.run("document.getElementById('replay').checkVisibility()") is False
+        assert page.run("document.querySelectorAll('figure').length") == 5
+        assert page.problems() == []
+
+
+def test_a_run_that_was_killed_at_once_has_a_page_too(folder: Path) -> None:
+    config = (folder / "config.json").read_text()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    done = subprocess.run([sys.executable, report.__file__, folder], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (f"{folder / 'report.html'}\n", 0), done.stderr
+    assert "0 of 2 steps" in (folder / "report.html").read_text()
+
+
+def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
+    """After an interruption training goes on from a checkpoint, and writes steps that are there already."""
+    log = folder / "rollouts.jsonl"
+    first, second = log.read_text().splitlines(keepends=True)
+    other = json.loads(second)
+    other["completions"] = other["completions"][:3]
+    log.write_text(first + second + json.dumps(other) + "\n")
+    steps = records.read_run(folder).steps
+    assert [(number, len(step.attempts)) for number, step in steps.items()] == [(1, 8), (2, 3)]
+
+
+def test_what_hinders_the_report_costs_the_run_nothing(folder: Path) -> None:
+    (folder / "rollouts.jsonl").write_text("{}\n")
+    assert program.report_run(folder).startswith("no report could be written: ")
+
+
+def test_curves_are_read_out_with_the_keyboard(trained: Run, browser: Browser) -> None:
+    curves = records.read_curves(trained.folder)
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        page.run("document.querySelector('figure input').focus()")
+        for step, key in ((1, "ArrowLeft"), (2, "ArrowRight")):
+            page.press(key)
+            rewards, games = (curves[name][step] for name in ("reward", "games/reward"))
+            said = f"Step {step}: all rewards {rewards:.2f}, its games {games:.2f}"
+            assert shown(page, ".readout") == said
+            assert page.run("document.activeElement.getAttribute('aria-valuetext')") == said
+
+
+def test_curves_are_read_out_under_the_pointer(trained: Run, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        page.run("document.querySelector('figure').scrollIntoView()")
+        box = page.run("(b => [b.left + 5, b.top + 5])(document.querySelector('figure svg').getBoundingClientRect())")
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        assert shown(page, ".readout").startswith("Step 1: ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing in it runs, and nothing reaches out
+
+
+@pytest.fixture
+def hostile(folder: Path) -> Path:
+    """A report about a run whose every text tries to break out of its element."""
+    steps = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for i, done in enumerate(done for step in steps for done in step["completions"]):
+        cheating = HOSTILE if i % 2 else ""
+        done |= {"text": HOSTILE, "source": f"{HOSTILE}{i}", "works": "load", "cheating": cheating, "reward": i}
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "best_strategy.py").write_text(HOSTILE.encode("utf-8", "replace").decode())
+    change(folder / "config.json", lambda config: config.update({"model": HOSTILE, HOSTILE: HOSTILE}))
+    folder = folder.rename(folder.with_name("<img src=x onerror='window.hit = 1'>"))
+    return report.write_report(folder)
+
+
+def assert_harmless(page: Page) -> None:
+    assert page.run("window.hit === undefined")
+    assert page.run("document.querySelectorAll('script').length") == 2
+    assert not page.run("document.querySelector('img, iframe, object, embed, [onfocus], [onerror], [autofocus]')")
+    assert page.run("document.getElementById('replay').checkVisibility()")
+
+
+def test_hostile_text_stays_text(hostile: Path, browser: Browser) -> None:
+    """Nor does the policy have to stop anything: no complaint of it is in the console."""
+    with Page(browser) as page:
+        page.open(hostile)
+        assert_harmless(page)
+        assert page.problems() == []
+        programs = page.run("[...document.querySelectorAll('pre code')].map(code => code.textContent)")
+    told = HOSTILE.partition(" \u2028")[0]
+    assert len(programs) > 8
+    assert all(source.startswith(told) for source in programs)
+    assert r" \u2028 \u202e \x00 \x1b[31m \ud800" in programs[-1]
+
+
+def test_hostile_text_stays_text_without_the_policy(hostile: Path, browser: Browser) -> None:
+    """Escaping alone holds."""
+    page_text = hostile.read_text()
+    hostile.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page_text))
+    assert hostile.read_text() != page_text
+    with Page(browser) as page:
+        page.open(hostile)
+        assert_harmless(page)
+
+
+def test_the_policy_holds_without_escaping(trained: Run, browser: Browser, tmp_path: Path) -> None:
+    """A script, a handler, a style, a picture and a frame in the middle of the page: none of them does anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        planted = (f"<main><script>window.hit = 1</script><img src='{address}' onerror='window.hit = 1'>"
+                   f"<iframe src='{address}'></iframe><link rel='stylesheet' href='{address}'>"
+                   f"<script src='{address}'></script><style>body {{ display: none }}</style>")  # fmt: skip
+        copy = tmp_path / "planted.html"
+        copy.write_text((trained.folder / "report.html").read_text().replace("<main>", planted))
+        with Page(browser) as page:
+            page.open(copy)
+            assert page.run("window.hit === undefined")
+            assert page.run("getComputedStyle(document.body).display") == "block"
+            assert page.run(f"fetch('{address}').then(() => 'sent', () => 'refused')") == "refused"
+            assert shown(page, "#board [role=cell]") in ("", "2", "4")  # the page's own script still runs
+        server.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):  # for a frame Chromium connects beforehand, but asks for nothing
+            caller, _ = server.accept()
+            caller.settimeout(0.5)
+            assert caller.recv(1) == b""
+
+
+def test_the_page_asks_for_nothing_but_itself(trained: Run, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        page.run("document.getElementById('end').click()")
+        asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
+        assert page.problems() == []
+    assert {url for url in asked if not url.startswith("data:")} == {(trained.folder / "report.html").as_uri()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The replay
+
+
+def test_the_replay_ends_where_the_referee_stopped(trained: Run, browser: Browser) -> None:
+    """The best of the held-out games, played once more by the referee, move for move."""
+    source = (trained.folder / "best_strategy.py").read_text()
+    seeds = program.board_seeds(4, held_out=True)
+    played = program.execute_strategies([source], seeds, target=program.TO_THE_END, record=True)[0]
+    best = max(played, key=lambda game: (game.max_tile, game.score))
+    board = program.GameBoard(6, best.seed, program.TO_THE_END)
+    start = list(itertools.chain(*board.board()))
+    for move in best.moves:
+        board.move(int(move))
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        assert shown_board(page) == start
+        page.run("document.getElementById('end').click()")
+        assert shown_board(page) == list(itertools.chain(*board.board()))
+        assert f"Score {best.score:,}, largest tile {best.max_tile}." in shown(page, "#status")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, browser: Browser) -> None:
+    """Forwards, backwards and in leaps; boards of other sizes; games longer than the positions that are kept."""
+    game = program.execute_strategies([HONEST], [size], size, program.TO_THE_END, record=True)[0][0]
+    (folder / "best_game.json").write_text(json.dumps(program.recorded_game(game, size)))
+    report.write_report(folder)
+    board = program.GameBoard(size, size, program.TO_THE_END)
+    positions = [(list(itertools.chain(*board.board())), board.score())]
+    positions += [(list(itertools.chain(*board.board())), board.score()) for move in map(int, game.moves)
+                  if board.move(move)]  # fmt: skip
+    count = len(positions)
+    order = [*range(count), *reversed(range(count)), *(i * 37 % count for i in range(count))]
+    script = """(order => { const slider = document.getElementById('position'); return order.map(i => {
+        slider.value = i;
+        slider.dispatchEvent(new Event('input'));
+        return [[...document.querySelectorAll('#board [role=cell]')].map(c => Number(c.textContent)),
+                Number(document.getElementById('status').textContent.match(/Score ([\\d,]+)/)[1].replaceAll(',', ''))];
+    }); })"""
+    with Page(browser) as page:
+        page.open(folder / "report.html")
+        seen = page.run(f"{script}({order})")
+    assert [tuple(position) for position in seen] == [positions[i] for i in order]
+
+
+def test_a_move_that_changed_nothing_is_not_replayed() -> None:
+    result = program.execute_strategies(["def strategy(board): return 'a'"], [0], record=True)[0][0]
+    game = program.recorded_game(result, 6)
+    assert len(result.moves) - len(game["moves"]) == program.LIMITS.idle_moves
+    assert game["max_tile"] == result.max_tile
+
+
+def test_the_replay_is_played_with_the_keyboard_alone(trained: Run, browser: Browser) -> None:
+    """Reached with Tab; forward, back, the slider, play and pause; and each is told to who cannot see the board."""
+
+    def tab_to(name: str) -> None:
+        for _ in range(200):
+            page.press("Tab")
+            if page.run("document.activeElement.id") == name:
+                return
+        raise AssertionError(f"Tab does not lead to {name}")
+
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        tab_to("play")
+        assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        tab_to("forward")
+        page.press("Enter")
+        page.press(" ")
+        said = r"Move 2 of [\d,]+: (up|down|left|right)\. .* New [24] in row \d, column \d\."
+        assert re.match(said, shown(page, "#said"))
+        tab_to("position")
+        page.press("ArrowLeft")
+        assert shown(page, "#status").startswith("Move 1 of")
+        page.press("End")
+        total = page.run("Number(document.activeElement.max)")
+        assert shown(page, "#status").startswith(f"Move {total:,} of {total:,}")
+        page.press("Home")
+        assert shown(page, "#status").startswith("Move 0 of")
+        page.run("document.getElementById('speed').value = 50")
+        page.run("document.getElementById('play').focus()")
+        page.press(" ")
+        assert shown(page, "#play") == "Pause"
+        page.run("new Promise(done => setTimeout(done, 400))")
+        page.press(" ")
+        moves = int(shown(page, "#status").split()[1])
+        assert shown(page, "#play") == "Play"
+        assert 0 < moves < total
+        assert shown(page, "#said").startswith(f"Move {moves} of")
+        page.run("new Promise(done => setTimeout(done, 200))")
+        assert shown(page, "#status").startswith(f"Move {moves} of")
+
+
+def test_the_replay_plays_to_the_end_and_stops(trained: Run, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        total = page.run("Number(document.getElementById('position').max)")
+        page.run("document.getElementById('speed').value = 1000")
+        page.run("document.getElementById('play').click()")
+        page.run(f"new Promise(done => setTimeout(done, {total + 1000}))")
+        assert shown(page, "#play") == "Play"
+        assert shown(page, "#status").startswith(f"Move {total:,} of")
+
+
+def test_every_control_has_a_name(trained: Run, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(trained.folder / "report.html")
+        page.call("Accessibility.enable")
+        nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
+    controls = [(role, name) for role, name in named if role in ("button", "slider", "combobox", "image")]
+    assert {"Start", "Back", "Play", "Forward", "End"} <= {name for role, name in controls if role == "button"}
+    assert ("table", "Board") in named
+    assert all(name for _, name in controls)
+
+
+def test_less_motion_where_the_user_wants_less(trained: Run, browser: Browser) -> None:
+    for wish, animation in (("no-preference", "appear"), ("reduce", "none")):
+        with Page(browser, prefers_reduced_motion=wish) as page:
+            page.open(trained.folder / "report.html")
+            page.run("document.getElementById('forward').click()")
+            assert page.run("getComputedStyle(document.querySelector('#board .new')).animationName") == animation
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On any screen
+
+
+@pytest.mark.parametrize("width", [320, 360, 1400])
+def test_nothing_is_wider_than_the_screen(width: int, hostile: Path, browser: Browser) -> None:
+    """With every program unfolded, among them one long line."""
+    with Page(browser, width=width) as page:
+        page.open(hostile)
+        page.run("document.querySelectorAll('details').forEach(part => part.open = true)")
+        assert page.run("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(scheme: str, trained: Run, browser: Browser) -> None:
+    """The contrast that WCAG 2.2 asks for: 4.5 for text, 3 for large bold text such as that on tiles."""
+
+    def brightness(colour: str) -> float:
+        values = (int(value) / 255 for value in re.findall(r"\d+", colour)[:3])
+        red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    script = """(() => {
+        const colours = (text, ground) => [getComputedStyle(text).color, getComputedStyle(ground).backgroundColor];
+        const find = selector => document.querySelector(selector);
+        const tiles = Array.from({length: 17}, (_, i) => {
+            const cell = find('#board [role=cell]');
+            cell.className = i > 8 ? 'tile deep' : 'tile';
+            cell.style.setProperty('--e', i + 1);
+            return colours(cell, cell);
+        });
+        return {tiles, text: [colours(document.body, document.body), colours(find('.quiet'), document.body),
+                colours(find('.readout'), find('figure')), colours(find('#play'), find('#play')),
+                colours(find('pre'), find('details'))]};
+    })()"""
+    with Page(browser, prefers_color_scheme=scheme) as page:
+        page.open(trained.folder / "report.html")
+        found = page.run(script)
+    for pairs, least in ((found["text"], 4.5), (found["tiles"], 3.0)):
+        for pair in pairs:
+            dark, light = sorted(map(brightness, pair))
+            assert (light + 0.05) / (dark + 0.05) >= least, pair
+    assert (brightness(found["text"][0][1]) < 0.1) == (scheme == "dark")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs compared
+
+
+@pytest.fixture
+def other(folder: Path, tmp_path: Path) -> Path:
+    """A run like the first, except for its tiles after training: higher on one board, lower on two."""
+    twin = Path(shutil.copytree(folder, tmp_path / "twin", symlinks=True))
+    change(folder / "result.json", lambda result: result["after"].update(tiles=[512, 512, 512, 64]))
+    change(twin / "result.json", lambda result: result["after"].update(tiles=[1024, 256, 64, 64]))
+    return twin
+
+
+def test_runs_are_compared_board_by_board(folder: Path, other: Path, browser: Browser, tmp_path: Path) -> None:
+    page_file = tmp_path / "both.html"
+    done = run("compare", folder, other, "--output", page_file, "--json")
+    assert done.returncode == 0, done.stderr
+    after = json.loads(done.stdout)["pairs"][0]
+    assert after == {"first": "copy, after training", "second": "twin, after training", "boards": 4,
+                     "won_first": 2, "won_second": 0, "won_p": 0.5,
+                     "higher_first": 2, "higher_second": 1, "higher_p": 1.0}  # fmt: skip
+    with Page(browser) as page:
+        page.open(page_file)
+        rows = page.run("[...document.querySelectorAll('tbody tr')].map(r => r.innerText.split(/\\s*[\\t\\n]\\s*/))")
+        names = "copy, after training against twin, after training"
+        assert [names, "2 : 0", "p = 0.500", "2 : 1", "p = 1.000", "4"] in rows
+        page.run("(which => { which.value = 1; which.dispatchEvent(new Event('change')); })(which)")
+        assert page.run("which.selectedOptions[0].text") == "twin"
+        assert page.problems() == []
+
+
+def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) -> None:
+    """A run with fewer games played the first of the same boards."""
+
+    def shorten(result: dict[str, Any]) -> None:
+        result["boards"] = result["boards"][:3]
+        for score in (result["before"], result["after"], result["best"], *result["controls"].values()):
+            score["tiles"] = score["tiles"][:3]
+
+    change(other / "result.json", shorten)
+    assert {pair.boards for pair in records.pairs_between(records.read_runs([folder, other]))} == {3}
+
+
+def test_runs_of_one_name_are_told_apart(folder: Path, other: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    moved = other.rename(tmp_path / "elsewhere" / "copy")
+    assert list(records.read_runs([folder, moved])) == [str(folder), str(moved)]
+
+
+def truncate(name: str) -> Callable[[Path], object]:
+    """Cut a file of a run off in the middle of its first line."""
+    return lambda folder: (folder / name).write_text((folder / name).read_text()[:40] + "\n")
+
+
+def rewrite(name: str, **changed: Any) -> Callable[[Path], None]:
+    """Change fields of a JSON file of a run."""
+    return lambda folder: change(folder / name, lambda content: content.update(changed))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shutil.rmtree, "twin is no run"),
+        (lambda folder: (folder / "config.json").unlink(), "twin is no run"),
+        (truncate("config.json"), "config.json is damaged"),
+        (truncate("result.json"), "result.json is damaged"),
+        (truncate("rollouts.jsonl"), "rollouts.jsonl is damaged"),
+        (truncate("best_game.json"), "best_game.json is damaged"),
+        (rewrite("best_game.json", moves=[[4, 0, 2]]), "best_game.json is damaged"),
+        (lambda folder: (folder / "best_strategy.py").write_bytes(b"\xff"), "best_strategy.py is damaged"),
+        (rewrite("result.json", after={"won": "often"}), "result.json is damaged"),
+        (rewrite("result.json", boards=["x"]), "result.json is damaged"),
+        (rewrite("result.json", boards=["a", "b", "c", "d"]), "no board in common"),
+        (rewrite("result.json", after=None), "twin has no result for each board"),
+        (lambda folder: (folder / "result.json").unlink(), "twin has no result for each board"),
+        (rewrite("config.json", target=64), "name runs of one target"),
+    ],
+)  # fmt: skip
+def test_runs_that_cannot_be_compared_get_one_line(
+    damage: Callable[[Path], object], said: str, folder: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(other)
+    assert program.main(["compare", str(folder), str(other), "--output", str(folder / "page.html")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
+    assert said in err
+    assert not (folder / "page.html").exists()
+
+
+def test_a_comparison_needs_two_runs_and_a_place(folder: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (([str(folder)], "two different runs"), ([str(folder)] * 2, "two different runs"),
+                            ([str(folder), str(other), "--output", "/proc/none.html"], "/proc/none.html")):  # fmt: skip
+        assert program.main(["compare", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_result_is_there_for_each_board(trained: Run) -> None:
+    """In the boards' order, under names that say nothing of their seeds."""
+    result = json.loads((trained.folder / "result.json").read_text())
+    seeds = program.board_seeds(4, held_out=True)
+    source = program.control_strategies("bepo")["greedy"]
+    played = program.execute_strategies([source], seeds, target=program.TO_THE_END)[0]
+    assert result["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
+    assert len(set(result["boards"])) == 4
+    assert not any(str(seed) in (trained.folder / "best_game.json").read_text() for seed in seeds)
+    scores = [result["before"], result["after"], result["best"], *result["controls"].values()]
+    assert all(sum(tile >= 512 for tile in score["tiles"]) / 4 == score["won"] for score in scores)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_the_sign_test_counts_every_outcome(count: int) -> None:
+    """Of all the ways in which `count` fair coins fall, the share that is at least as uneven."""
+    falls = [sum(fall) for fall in itertools.product((0, 1), repeat=count)]
+    for above in range(count + 1):
+        uneven = sum(abs(2 * fall - count) >= abs(2 * above - count) for fall in falls) / len(falls)
+        assert records.sign_test(above, count - above) == pytest.approx(uneven)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_interval_of_the_median_is_the_narrowest_that_holds(count: int) -> None:
+    """Values fall below the median as coins do: over all their falls, the interval has it in at least 95%, and the next
+    narrower one has not."""
+
+    def holds(k: int) -> float:
+        falls = itertools.product((0, 1), repeat=count)
+        return float(sum(k <= sum(fall) <= count - k for fall in falls) / 2**count)
+
+    interval = records.median_interval(range(1, count + 1))
+    if interval is None:
+        assert holds(1) < 0.95
+    else:
+        k = int(interval[0])
+        assert interval == (k, count + 1 - k)
+        assert holds(k) >= 0.95 > holds(k + 1)
+
+
+def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
+    """A loss that is not a number is no reason for a page without its other curves."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    for step, value in enumerate((1.0, math.nan, 3.0), 1):
+        writer.add_scalar("train/reward", value, step)
+    writer.close()
+    assert records.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}

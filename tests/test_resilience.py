@@ -1,0 +1,311 @@
+"""A run that is stopped, killed or damaged goes on from its last whole checkpoint, as if nothing had been."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import gpt_2048_rl as program
+from tests.helpers import ROOT, alive, descendants, run, wait_until
+
+NUMBERS = {"model": "tiny", "generations": 4, "batch-size": 4, "accumulation": 1, "boards": 1, "save-steps": 1,
+           "games": 2, "target": 256, "max-new-tokens": 64, "learning-rate": 1e-3, "run-name": "run"}  # fmt: skip
+
+
+def command(out: Path, **changes: object) -> list[str]:
+    """Arguments of a short run."""
+    numbers = {"steps": 6, "output-dir": out} | NUMBERS | {name.replace("_", "-"): v for name, v in changes.items()}
+    return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+
+
+@contextmanager
+def started(*arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """The program in the background, in a process group of its own, writing to a file."""
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, str(ROOT / "gpt_2048_rl.py"), *arguments], cwd=ROOT, text=True,
+                                   stdout=file, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def steps_done(folder: Path) -> list[int]:
+    """The steps of which there are checkpoints, in order."""
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+
+
+def numbers_of(folder: Path) -> tuple[dict[str, bytes], list[Any]]:
+    """What two runs must share to the last bit: the adapter, and every completion with its boards and rewards."""
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    adapter = {name: tensor.tobytes() for name, tensor in weights.items()}
+    steps = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for step in steps:
+        for row in step["completions"]:
+            for game in row["results"]:
+                del game["seconds"]
+    return adapter, steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps in one go, of which only the result is printed."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    done = run(*command(out), "--quiet")
+    assert done.returncode == 0, done.stderr
+    (out / "said").write_text(done.stdout)
+    return out / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, which Ctrl-C has ended in one of its first steps."""
+    out = tmp_path_factory.mktemp("stopped")
+    with started(*command(out), log=out / "log") as process:
+        assert wait_until(lambda: steps_done(out / "run"), 120), (out / "log").read_text()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert "stopped after step" in (out / "log").read_text()
+    assert not (out / "run" / "result.json").exists()
+    return out / "run"
+
+
+@pytest.fixture
+def unfinished(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped, tmp_path / "run", symlinks=True))
+
+
+def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(unfinished: Path, undisturbed: Path) -> None:
+    before = steps_done(unfinished)[-1]
+    assert before < 6
+    (unfinished.parent / "latest").symlink_to("run")
+    done = run("--resume", "--output-dir", unfinished.parent)
+    assert done.returncode == 0, done.stderr
+    assert f"going on after step {before}" in done.stdout
+    assert numbers_of(unfinished) == numbers_of(undisturbed)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (unfinished, undisturbed)]
+    for name in ("before", "after", "steps", "target", "distinct", "zero_spread"):
+        assert results[0][name] == results[1][name]
+
+
+def test_a_quiet_run_prints_its_result_alone(undisturbed: Path) -> None:
+    said = undisturbed.with_name("said").read_text()
+    assert "after training" in said
+    assert "step" not in said
+    assert "def strategy" not in said
+
+
+def test_latest_is_the_newest_run(undisturbed: Path) -> None:
+    assert (undisturbed.parent / "latest").resolve() == undisturbed
+
+
+def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path) -> None:
+    """Cut short, as by a failing disk: the one before is taken, or the start where there is none.
+
+    What was logged after that is not shown twice.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    newest = unfinished / f"checkpoint-{steps_done(unfinished)[-1]}"
+    with (newest / "optimizer.pt").open("r+b") as file:
+        file.truncate(1000)
+    done = run(*command(unfinished.parent))
+    assert done.returncode == 0, done.stderr
+    assert f"{newest} is damaged, and left alone" in done.stdout
+    assert numbers_of(unfinished) == numbers_of(undisturbed)
+    events = EventAccumulator(str(unfinished))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--learning-rate", "0.5"], "--learning-rate was 0.001 when run began: leave it out, or choose another"),
+        (["--model", "someone/else"], "--model was tiny when run began"),
+        (["--steps", "7"], "--steps was 6 when run began"),
+    ],
+)
+def test_other_numbers_do_not_go_on_with_a_run(unfinished: Path, arguments: list[str], said: str) -> None:
+    done = run("--run-name", "run", "--output-dir", unfinished.parent, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_finished_run_is_left_alone(undisturbed: Path) -> None:
+    before = numbers_of(undisturbed)
+    done = run(*command(undisturbed.parent))
+    assert (done.returncode, done.stderr) == (2, f"error: {undisturbed} is finished: choose another --run-name\n")
+    assert numbers_of(undisturbed) == before
+
+
+def test_a_strange_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    done = run(*command(tmp_path))
+    assert done.returncode == 2
+    assert "no run of this program: choose another --run-name" in done.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_there_has_to_be_a_run_to_go_on_with(tmp_path: Path) -> None:
+    done = run("--resume", "--output-dir", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: there is no run {tmp_path / 'latest'} to go on with: leave --resume out\n"
+
+
+def test_two_processes_never_train_in_one_folder(unfinished: Path) -> None:
+    with started(*command(unfinished.parent), log=unfinished.parent / "log") as first:
+        assert wait_until(lambda: "loading torch" in (unfinished.parent / "log").read_text(), 60)
+        second = run(*command(unfinished.parent))
+        assert second.returncode == 2
+        assert second.stderr == f"error: another process trains in {unfinished}: wait for it, or choose another " \
+                                "--run-name\n"  # fmt: skip
+        assert first.poll() is None
+
+
+def test_the_newest_checkpoints_are_kept_and_the_best(undisturbed: Path) -> None:
+    """The best is the one before which tiles were largest; here there is one for each step."""
+    levels = [statistics.fmean(math.log2(game["max_tile"]) for row in step["completions"] for game in row["results"])
+              for step in numbers_of(undisturbed)[1]]  # fmt: skip
+    best = 1 + levels.index(max(levels))
+    assert (undisturbed / "best").resolve() == undisturbed / f"checkpoint-{best}"
+    assert steps_done(undisturbed) == sorted({best, 4, 5, 6})
+    assert not (undisturbed / program.UNFINISHED).exists() or not list((undisturbed / program.UNFINISHED).iterdir())
+
+
+def test_tensorboard_shows_more_than_curves(undisturbed: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(undisturbed), size_guidance={"images": 0, "histograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {"completions/text_summary", "best program/text_summary"} <= set(tags["tensors"])
+    assert len(events.Histograms("largest tile, log2")) == 6
+    *_, last = events.Images("end of the best game")
+    game = json.loads((undisturbed / "best_game.json").read_text())
+    assert last.encoded_image_string == png(program.board_picture(game["end"]))
+
+
+def png(image: Any) -> bytes:
+    """As TensorBoard keeps it."""
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def test_model_written_text_stays_in_its_block() -> None:
+    """Of Markdown, in TensorBoard."""
+    text = program.indented("```\n<script>\r# title\x0b\n\n[link](x)\u2028* item\x85![](y)")
+    assert all(line.startswith("    ") for line in text.splitlines())
+
+
+def test_a_stopped_run_has_its_report(stopped: Path) -> None:
+    assert "best_game.json" in {path.name for path in stopped.iterdir()}
+    assert "This run has no result" in (stopped / "report.html").read_text()
+
+
+def test_a_run_says_what_made_it(undisturbed: Path) -> None:
+    origin = json.loads((undisturbed / "origin.json").read_text())
+    assert origin["versions"]["torch"].startswith("2.")
+    assert set(origin) == {"started", "versions", "git"}
+
+
+def test_a_second_interruption_ends_it_at_once(base: Path, tmp_path: Path) -> None:
+    """And leaves what is there whole."""
+    slow = command(tmp_path, generations=64, batch_size=64, target=1 << 20)
+    with started(*slow, log=tmp_path / "log") as process:
+        assert wait_until(lambda: steps_done(tmp_path / "run"), 240), (tmp_path / "log").read_text()
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert wait_until(lambda: "ending this step" in (tmp_path / "log").read_text(), 20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (130, 0)
+    assert wait_until(lambda: not any(map(alive, children)), 10)
+    assert program.newest_checkpoint(tmp_path / "run", print)
+
+
+def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
+    at = steps_done(unfinished)[-1]
+    log = unfinished.parent / "log"
+    with started(*command(unfinished.parent), log=log) as process:
+        assert wait_until(lambda: steps_done(unfinished)[-1] > at, 120), log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (143, 0)  # 0: it was the last step
+    assert program.newest_checkpoint(unfinished, print)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) -> None:
+    """In one line, which says from where it goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        done = run(*command(disk, keep=50, steps=30))
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: the disk that ")
+        kept = program.newest_checkpoint(disk / "run", print)
+        assert kept
+        assert done.stderr.splitlines()[-1].endswith(f"to go on after step {kept.name.removeprefix('checkpoint-')}")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
+    log = unfinished.parent / "log"
+    with started(*command(unfinished.parent), log=log) as process:
+        assert wait_until(lambda: "going on after step" in log.read_text(), 120)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        assert process.wait(60) == 2
+    assert log.read_text().splitlines()[-1].startswith(f"error: {unfinished} was removed")
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
+    """kill -9 at random moments: at the start, in a step, while a checkpoint is written."""
+    steps, kills, rng = 40, 0, random.Random(7)
+    whole, broken = (command(tmp_path / name, steps=steps) for name in ("whole", "broken"))
+    assert run(*whole).returncode == 0
+    folder, log, last = tmp_path / "broken" / "run", tmp_path / "log", 0
+    while kills < 20:
+        with started(*broken, log=log) as process:
+            if kills % 3:
+                assert wait_until(lambda: "step " in log.read_text() or process.poll() is not None, 120)
+                time.sleep(rng.uniform(0.0, 1.5))
+            else:
+                time.sleep(rng.uniform(0.0, 15.0))
+            assert process.poll() is None, log.read_text()
+            children = descendants(process.pid)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        kills += 1
+        assert wait_until(lambda children=children: not any(map(alive, children)), 10)  # type: ignore[misc]
+        if folder.is_dir():
+            newest = program.newest_checkpoint(folder, pytest.fail)
+            now = int(newest.name.removeprefix("checkpoint-")) if newest else 0
+            assert now >= last
+            last = now
+    done = run(*broken)
+    assert done.returncode == 0, done.stderr
+    assert numbers_of(folder) == numbers_of(tmp_path / "whole" / "run")
