@@ -10,6 +10,7 @@ usage() {
     cat <<'END'
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent when nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the environment that is active: a container, conda, a virtual environment
+./setup.sh --with GROUP [CMD..]  the same with one of pyproject.toml's groups of optional packages: notebook, openenv
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first on PATH that fits
@@ -126,14 +127,15 @@ install() {
         say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
 }
 
-here=''
+here='' extras=()
 while [[ ${1-} == -* ]]; do
     case $1 in
         --here) here=yes ;;
+        --with) extras+=("${2-}"); shift ;;
         -h | --help) usage; exit ;;
         *) die "unknown option $1: see ./setup.sh --help" ;;
     esac
-    shift
+    shift || die "--with needs a group's name: see ./setup.sh --help"
 done
 
 project=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -181,6 +183,16 @@ if ! stamped "$(wanted)"; then
     install
     echo "$target" >"$stamp"
 fi
+
+for extra in "${extras[@]}"; do
+    pins=$(groups "$extra" stack)
+    if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
+        say "installing what $extra needs"
+        read -ra requirements <<<"${pins//$'\n'/ }"  # the stack is named again, lest one changes it
+        pip_install "${requirements[@]}" || failed "what $extra needs"
+        echo "$pins" >"$stamp-$extra"
+    fi
+done
 
 [[ $# -gt 0 ]] || exit 0
 export PATH="$prefix/bin:$PATH"

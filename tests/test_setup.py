@@ -134,6 +134,24 @@ def test_an_unknown_option_is_refused_in_one_line(setup: Copy, arguments: tuple[
     assert setup(*arguments) == (2, "", ["setup: unknown option --nonsense: see ./setup.sh --help"])
 
 
+def test_optional_packages_are_installed_once(whole: Copy) -> None:
+    before = len(whole.pip_calls())
+    assert whole("--with", "openenv", "true") == (0, "", ["setup: installing what openenv needs"])
+    (call,) = whole.pip_calls()[before:]
+    assert "openenv-core==" in call
+    assert "trl==" in call  # named again, so that nothing moves it
+    assert whole("--with", "openenv", "true") == (0, "", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--with",), "--with needs a group's name: see ./setup.sh --help"),
+     (("--with", "nonsense", "true"), "pyproject.toml: cannot read the groups nonsense stack")],
+)  # fmt: skip
+def test_unknown_optional_packages_are_refused_in_one_line(whole: Copy, arguments: tuple[str, ...], said: str) -> None:
+    assert whole(*arguments) == (2, "", [f"setup: {said}"])
+
+
 def test_the_first_call_installs_and_the_second_is_silent_and_runs_the_command(setup: Copy) -> None:
     code, output, progress = setup()
     assert (code, output) == (0, "")

@@ -1,0 +1,88 @@
+"""The task as an OpenEnv environment, served and called over a real connection."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.helpers import FOR_EVER, HONEST, ROOT, wait_until
+
+pytest.importorskip("openenv", reason="an optional extra: pip install openenv-core")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a server with a short limit of time and a low target."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / "openenv_2048.py"), "--port", str(port), "--target", "256", "--boards", "2",
+               "--timeout", "0.5"]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT) as server:
+        try:
+            assert wait_until(lambda: answers(port), 60)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens."""
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+def episode(address: str, answer: str, seed: int = 1) -> tuple[Any, Any]:
+    """What reset and step give."""
+    from openenv.core import GenericEnvClient
+
+    with GenericEnvClient(base_url=address).sync() as client:
+        return client.reset(seed=seed), client.step({"answer": answer})
+
+
+def test_an_episode_is_a_prompt_an_answer_and_its_reward(address: str) -> None:
+    first, last = episode(address, f"Here it is:\n```python\n{HONEST}```")
+    assert "strategy(board)" in first.observation["prompt"]
+    assert not first.done
+    assert last.done
+    assert last.observation["works"] == "load"
+    assert last.observation["outcomes"] == ["success", "success"]
+    assert last.reward == program.WORKS["load"] + program.CLEAN + program.SUCCESS
+
+
+def test_a_seed_draws_the_same_boards_again(address: str) -> None:
+    program_that_is_bad = 'def strategy(board):\n    return "u"\n'
+    first, second, other = (episode(address, program_that_is_bad, seed)[1] for seed in (1, 1, 2))
+    assert first.observation == second.observation
+    assert first.reward == second.reward
+    assert first.observation != other.observation or first.reward != other.reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "cheats"),
+    [
+        (FOR_EVER, "timeout", False),
+        ("I cannot do that.", "no_function", False),
+        ("import os\n" + HONEST, "error", True),
+    ],
+)
+def test_hostile_answers_end_as_in_training(address: str, answer: str, outcome: str, cheats: bool) -> None:
+    _, last = episode(address, answer)
+    assert set(last.observation["outcomes"]) == {outcome}
+    assert bool(last.observation["cheating"]) == cheats
+    assert last.reward < episode(address, HONEST)[1].reward
+
+
+def test_sessions_do_not_mix(address: str) -> None:
+    from openenv.core import GenericEnvClient
+
+    with GenericEnvClient(base_url=address).sync() as one, GenericEnvClient(base_url=address).sync() as two:
+        one.reset(seed=1)
+        two.reset(seed=2)
+        alone = episode(address, HONEST, seed=1)[1].observation["largest_tiles"]
+        assert one.step({"answer": HONEST}).observation["largest_tiles"] == alone
