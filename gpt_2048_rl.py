@@ -2825,7 +2825,7 @@ class RolloutLog:
 
     def is_best(self) -> bool:
         """Whether the steps before this checkpoint reached larger tiles than those before any other."""
-        level, self._levels = statistics.fmean(self._levels), []
+        level, self._levels = statistics.fmean(self._levels or [0.0]), []
         best, self._best_level = level > self._best_level, max(level, self._best_level)
         return best
 
@@ -3090,7 +3090,7 @@ class Watcher:
 
     def __init__(self, patience: int, rising: bool = False) -> None:
         self._patience, self._rising = patience, rising  # whether the curriculum raises the target by itself
-        self._trouble, self._lasted = "", 0
+        self.trouble, self._lasted = "", 0  # the present one, and how many steps it has lasted
         self._entropy = 0.0  # the last that was seen
         self._first_entropies: list[float] = []
         self._target, self._at_target = 0, 0  # and the steps since it came
@@ -3116,8 +3116,8 @@ class Watcher:
         self._at_target = self._at_target + 1 if step.target == self._target else 1
         self._target = step.target
         trouble = self._name(step, logs)
-        self._lasted = self._lasted + 1 if trouble == self._trouble else 0
-        self._trouble = trouble
+        self._lasted = self._lasted + 1 if trouble == self.trouble else 0
+        self.trouble = trouble
         return trouble if self._lasted % self.REPEAT == 0 else ""
 
     def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
@@ -3169,7 +3169,6 @@ class TrainingView:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._rewards: list[float] = []
         self._seconds: deque[float] = deque(maxlen=10)
-        self._word = ""
 
     def __enter__(self) -> TrainingView:
         if self._live:
@@ -3185,14 +3184,13 @@ class TrainingView:
         self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def step(
-        self, number: int, step: StepSummary, tokens: float, seconds: float, word: str,
+        self, number: int, step: StepSummary, tokens: float, seconds: float, word: str, trouble: str,
         best: tuple[str, float, int] | None,
     ) -> None:  # fmt: skip
-        """A step is over; `word` is the watcher's, `best` the best program so far, its tile and its step."""
+        """A step is over.  `word` is what the watcher says now, for lines, and `trouble` what it sees, for the view;
+        `best` is the best program so far with its tile and its step."""
         count = f"step {number:{len(str(self._config.steps))}d}/{self._config.steps}"
         line = f"{step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s"
-        if word:
-            self._word = word
         if not self._live:
             self.say(f"{count}  {line}")
             if word:
@@ -3216,7 +3214,7 @@ class TrainingView:
             Text(line),
             Text(f"reward {small_curve(self._rewards)}"),
             Text(f"games: {ends}"),
-            Text(f"watch out: {self._word}" if self._word else "", style="bold yellow"),
+            Text(f"watch out: {trouble}" if trouble else "", style="bold yellow"),
         ]
         if best:
             source, tile, found = best
@@ -3312,7 +3310,7 @@ class Reporter:
         seconds = time.perf_counter() - self._trainer.step_began
         best = next(((source, *found) for source, found in self._log.finalists.items()), None)
         tokens, word = logs.get("completions/mean_length", 0), self._watcher.look(step, logs)
-        self._view.step(state.global_step, step, tokens, seconds, word, best)
+        self._view.step(state.global_step, step, tokens, seconds, word, self._watcher.trouble, best)
         if self.writer:
             show_in_tensorboard(self.writer, state.global_step, self._log, config)
         over = config.minutes > 0 and self.spent > 60 * config.minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import time
 from pathlib import Path
@@ -102,6 +103,35 @@ def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) ->
         reporter.on_step_end(None, None, control)
         reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
     assert (control.should_save, control.should_training_stop) == (stops, stops)
+
+
+def last_view(troubles: list[str], source: str = "def strategy(board):") -> str:
+    """What stands in a terminal after as many steps, their rewards rising."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system=None, width=100)
+    with program.TrainingView(console, program.TrainConfig(steps=9)) as view:
+        for number, trouble in enumerate(troubles, 1):
+            screen.truncate(screen.seek(0))
+            step = dataclasses.replace(HEALTHY, reward=float(number), outcomes={"success": 0.25, "lost": 0.75})
+            view.step(number, step, 50.0, 60.0, trouble, trouble, (source, 512.0, 2))
+        return screen.getvalue()
+
+
+def test_a_terminal_has_one_view_of_it_all() -> None:
+    shown = last_view(["", "", ""])
+    for part in ("step 3/9", "0:06:00 left", "▁▅█", "success 25%  lost 75%", "tile 512 in step 2", "def strategy"):
+        assert part in shown
+    assert "watch out" not in shown
+
+
+def test_a_trouble_stands_there_for_as_long_as_it_lasts() -> None:
+    assert "watch out: all lost" in last_view(["", "all lost"])
+    assert "watch out" not in last_view(["all lost", ""])
+
+
+def test_a_program_cannot_take_the_terminal_over() -> None:
+    shown = last_view([""], "[bold]x = '\x1b[2J'[/bold]")
+    assert "[bold]x = '\\x1b[2J'[/bold]" in shown
 
 
 def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
