@@ -40,7 +40,9 @@ class FakeHub(ThreadingHTTPServer):
 
     def environment(self, home: Path) -> dict[str, str]:
         """What makes a program take this hub for the only one, with an empty cache."""
-        kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
+        kept = {
+            name: value for name, value in os.environ.items() if name != "HF_TOKEN" and not name.endswith("_OFFLINE")
+        }  # which libraries set for one another
         return {**kept, "HF_ENDPOINT": self.url, "HF_HOME": str(home / "hub"), "HF_TOKEN": self.token,
                 "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
 
