@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,16 +106,21 @@ def main(args: Args) -> int:
     """Serve until it is stopped."""
     try:
         program.check_game(args.size, args.target)
+        listener = socket.create_server((args.host, args.port))
         program.shared_pool()
     except (ValueError, program.JailError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        print(f"error: cannot listen at {args.host}, port {args.port} ({why}): choose another", file=sys.stderr)
         return 2
     make: Callable[[], Game2048] = lambda: Game2048(args)  # noqa: E731 - a session has its own
     app = create_fastapi_app(make, Answer, Judged, max_concurrent_envs=args.sessions)
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect)))  # fmt: skip
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
     return 0
 
 

@@ -86,3 +86,14 @@ def test_sessions_do_not_mix(address: str) -> None:
         two.reset(seed=2)
         alone = episode(address, HONEST, seed=1)[1].observation["largest_tiles"]
         assert one.step({"answer": HONEST}).observation["largest_tiles"] == alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--target", "100"], "target must be a power of two"), (["--port", "99999"], "cannot listen at 127.0.0.1, port")],
+)
+def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str) -> None:
+    command = [sys.executable, str(ROOT / "openenv_2048.py"), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"error: {said}")
