@@ -283,29 +283,31 @@ def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
 
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
-    """kill -9 at random moments: at the start, in a step, while a checkpoint is written."""
-    steps, kills, rng = 40, 0, random.Random(7)
+    """kill -9 at random moments: at the start, after the first step, after a checkpoint that is new."""
+    steps, rng = 80, random.Random(7)
     whole, broken = (command(tmp_path / name, steps=steps) for name in ("whole", "broken"))
     assert run(*whole).returncode == 0
     folder, log, last = tmp_path / "broken" / "run", tmp_path / "log", 0
-    while kills < 20:
+    for kill in range(21):
         with started(*broken, log=log) as process:
-            if kills % 3:
-                assert wait_until(lambda: "step " in log.read_text() or process.poll() is not None, 120)
-                time.sleep(rng.uniform(0.0, 1.5))
-            else:
+            if kill % 3 == 0:
                 time.sleep(rng.uniform(0.0, 15.0))
+            elif kill % 3 == 1:
+                assert wait_until(lambda: f"/{steps}  reward" in log.read_text(), 120), log.read_text()
+            else:
+                assert wait_until(lambda last=last: steps_done(folder)[-1:] > [last], 120), log.read_text()  # type: ignore[misc]
+            time.sleep(rng.uniform(0.0, 0.8))
             assert process.poll() is None, log.read_text()
             children = descendants(process.pid)
             process.send_signal(signal.SIGKILL)
             process.wait()
-        kills += 1
         assert wait_until(lambda children=children: not any(map(alive, children)), 10)  # type: ignore[misc]
         if folder.is_dir():
             newest = program.newest_checkpoint(folder, pytest.fail)
             now = int(newest.name.removeprefix("checkpoint-")) if newest else 0
             assert now >= last
             last = now
+    assert last >= 7  # one of three kills came after a new checkpoint
     done = run(*broken)
     assert done.returncode == 0, done.stderr
     assert numbers_of(folder) == numbers_of(tmp_path / "whole" / "run")
