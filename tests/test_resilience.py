@@ -284,7 +284,7 @@ def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
     """kill -9 at random moments: at the start, after the first step, after a checkpoint that is new."""
-    steps, rng = 80, random.Random(7)
+    steps, rng = 50, random.Random(7)
     whole, broken = (command(tmp_path / name, steps=steps) for name in ("whole", "broken"))
     folder, log, last = tmp_path / "broken" / "run", tmp_path / "log", 0
     with started(*whole, log=log) as process:
@@ -297,7 +297,7 @@ def test_twenty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
                 assert wait_until(lambda: f"/{steps}  reward" in log.read_text(), 300), log.read_text()
             else:
                 assert wait_until(lambda last=last: steps_done(folder)[-1:] > [last], 300), log.read_text()  # type: ignore[misc]
-            time.sleep(rng.uniform(0.0, 0.8))
+            time.sleep(rng.uniform(0.0, 0.5))
             assert process.poll() is None, log.read_text()
             children = descendants(process.pid)
             process.send_signal(signal.SIGKILL)
