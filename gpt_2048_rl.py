@@ -1706,7 +1706,7 @@ class TrainConfig:
     games: int = 64  # held-out boards; each is played by a program of its own
     eval_batch_size: int = 32  # completions generated at a time for them
     unsafe_no_jail: bool = False  # run model-written code without seccomp; recorded in the results
-    quiet: bool = False  # print nothing but the result
+    quiet: bool = False  # print nothing of our own but the result
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 

@@ -127,7 +127,6 @@ def record(trainer: Any, ends: list[float], last: list[str]) -> None:
 
 def main(args: Args) -> int:
     """Measure and print."""
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", tempfile.gettempdir())
     program.prepare_environment(offline=True)
     program.warm_start()
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}  # a step, the median of a repetition
