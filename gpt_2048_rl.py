@@ -2595,6 +2595,7 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        time.sleep(1)  # a removal may still be under way, of which this error is the beginning
         if not (run / "config.json").exists():
             trouble = f"{run} was removed"
         elif shutil.disk_usage(run).free < 50e6:

@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -279,6 +280,15 @@ def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         assert process.wait(60) == 2
     assert log.read_text().splitlines()[-1].startswith(f"error: {unfinished} was removed")
+
+
+def test_a_removal_under_way_is_said_too(tmp_path: Path) -> None:
+    """It takes its time, and the first file that is missed was not the last to go."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").touch()
+    with pytest.raises(program.UsageError, match="was removed"), program.blaming_the_folder(tmp_path / "run"):
+        threading.Timer(0.2, shutil.rmtree, [tmp_path / "run"]).start()
+        raise FileNotFoundError
 
 
 @pytest.mark.slow
