@@ -1,0 +1,200 @@
+"""GPT-2, a cache that the completions of a prompt share, and a value head.
+
+Module names are those of the published weights (h.0.attn.c_attn, ...), so that weights.py has little to do.  Where
+this departs from the usual GPT-2: positions come from the mask, so that padding on the left changes nothing, and a
+prompt's keys and values stand in memory once, whatever the number of its completions.
+
+    B prompts    K completions of each    N rows, a document each    T tokens    S tokens of a padded prompt
+    C width of the model    H heads    D = C / H width of a head    V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """A model's shape, by the names of the published config.json.  The defaults are GPT-2's 124 M parameters."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_positions: int = 1024
+    vocab_size: int = 50257
+    layer_norm_epsilon: float = 1e-5
+
+
+@dataclass
+class LayerCache:
+    """A layer's keys and values during generation."""
+
+    prompt: tuple[Tensor, Tensor]  # (B, H, S, D) each: read by all K completions of a prompt
+    own: tuple[Tensor, Tensor]  # (B, K, H, new tokens, D) each: filled up to Cache.length
+
+
+@dataclass
+class Cache:
+    """What generation keeps of the tokens that the model has read."""
+
+    prompt_mask: Tensor  # (B, S): True where a prompt has a token
+    k: int  # completions of each prompt
+    new_tokens: int  # room in each completion
+    length: int = 0  # tokens that every completion has by now
+    layers: list[LayerCache] = field(default_factory=list)
+
+    def add_prompt(self, keys: Tensor, values: Tensor) -> None:
+        """The next layer's (B, H, S, D), with room for the completions."""
+        B, H, _, D = keys.shape
+        room = keys.new_zeros(2, B, self.k, H, self.new_tokens, D)
+        self.layers.append(LayerCache((keys, values), (room[0], room[1])))
+
+    def keep(self, prompts: Tensor) -> None:
+        """Forget the prompts, and their completions, that a (B,) of bool leaves out."""
+        self.prompt_mask = self.prompt_mask[prompts]
+        for layer in self.layers:
+            layer.prompt = (layer.prompt[0][prompts], layer.prompt[1][prompts])
+            layer.own = (layer.own[0][prompts], layer.own[1][prompts])
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.heads = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
+        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache is given the keys and values."""
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
+        if cache is not None:
+            cache.add_prompt(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (N, H, T, D)
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        """One new token of every completion: x (B, K, C) -> (B, K, C)."""
+        q, k, v = (part.unflatten(2, (self.heads, -1)) for part in self.c_attn(x).chunk(3, 2))  # (B, K, H, D)
+        at, (keys, values), (own_keys, own_values) = cache.length, cache.layers[layer].prompt, cache.layers[layer].own
+        own_keys[:, :, :, at], own_values[:, :, :, at] = k, v
+        own_keys, own_values = own_keys[:, :, :, : at + 1], own_values[:, :, :, : at + 1]  # (B, K, H, t, D)
+
+        # The K queries of a prompt meet its keys in one product; nothing of the prompt is copied.
+        to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
+        to_prompt = to_prompt.masked_fill(~cache.prompt_mask[:, None, None], -math.inf)
+        to_own = (q[:, :, :, None] @ own_keys.transpose(3, 4))[:, :, :, 0]  # (B, K, H, t)
+        weights = (torch.cat((to_prompt, to_own), 3) / math.sqrt(q.shape[3])).softmax(3)
+        on_prompt, on_own = weights.split((to_prompt.shape[3], at + 1), 3)
+        y = (on_prompt.transpose(1, 2) @ values).transpose(1, 2) + (on_own[:, :, :, None] @ own_values)[:, :, :, 0]
+        out: Tensor = self.c_proj(y.flatten(2))
+        return out
+
+
+class Mlp(nn.Module):
+    """Two layers, with the tanh form of GELU: the exact form gives other numbers than the published model."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        out: Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to what came in."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
+        """Whole documents: x (N, T, C)."""
+        x = x + self.attn(self.ln_1(x), visible, cache)
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        """One new token of every completion: x (B, K, C)."""
+        x = x + self.attn.decode(self.ln_1(x), cache, layer)
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """Token ids -> hidden states -> logits.  The head is the embedding itself."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:  # what adds to the residual stream: smaller, as in GPT-2
+                residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(parameter, std=0.02 / residual)
+
+    def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
+        """ids and mask (N, T), mask True where there is a token -> hidden states (N, T, C).
+
+        A cache, where there is one, takes the keys and values of these tokens: the prompts.
+        """
+        T = ids.shape[1]
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, T)
+        x = self.wte(ids) + self.wpe(positions)  # (N, T, C)
+        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        itself = torch.eye(T, dtype=torch.bool, device=ids.device)  # or padding would see nothing, and be NaN
+        visible = (earlier & mask[:, None, None].bool()) | itself  # (N, 1, T, T)
+        for block in self.h:
+            x = block(x, visible, cache)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """The next token of every completion: ids (B, K) -> hidden states (B, K, C)."""
+        positions = cache.prompt_mask.long().sum(1, keepdim=True) + cache.length  # (B, 1)
+        x = self.wte(ids) + self.wpe(positions)  # (B, K, C)
+        for layer, block in enumerate(self.h):
+            assert isinstance(block, Block)
+            x = block.decode(x, cache, layer)
+        cache.length += 1
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., C) -> (..., V)."""
+        return F.linear(hidden, self.wte.weight)
+
+
+class ValueHead(nn.Module):
+    """Hidden states -> the reward that is to be expected: C -> C / 2 -> 1.  Says 0 until it is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width // 2)
+        self.out = nn.Linear(width // 2, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, C) -> (N, T)."""
+        value: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
+        return value

@@ -1,0 +1,213 @@
+"""Text to token ids and back: GPT-2's byte pairs, and a small vocabulary for chess.
+
+Byte pairs cut a position into pieces of uneven length, so that a small model has to count before it can copy a square.
+The chess tokens give every square, clock and move a slot of its own: a position is always 69 tokens, and the token that
+has to be copied or changed always stands at the same distance.  The best move is written as the number of its slot: to
+repeat a move is a thing that a model of this size does not learn in a minute.  Both round-trip exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mini.config import UsageError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+END = "<|endoftext|>"  # before each document, and after it
+
+
+class Tokens(Protocol):
+    """What the rest needs of a vocabulary."""
+
+    end: int  # id of END
+    size: int
+    longest: int  # tokens of a chess answer at most, its end included
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError for a text that it has no tokens for."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of any ids, sensible or not."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Byte pairs
+
+
+class BpeTokens:
+    """GPT-2's byte pairs, from a folder with vocab.bpe and encoder.json, or merges.txt and vocab.json."""
+
+    longest = 144
+    NAMES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
+    PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of GPT-2
+
+    def __init__(self, folder: Path) -> None:
+        pair = next((pair for pair in self.NAMES if all((folder / name).is_file() for name in pair)), None)
+        if pair is None:
+            raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
+                             "vocab.json")  # fmt: skip
+        ranks = _read_ranks(folder / pair[0], folder / pair[1])
+        self.end = len(ranks)
+        self.size = len(ranks) + 1
+        self._encoding = _encoding(self.PATTERN, ranks, self.end)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of any text; END in it is END's id."""
+        return self._encoding.encode(text, allowed_special={END})
+
+    def decode(self, ids: list[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary (a padded head has some) do too."""
+        known = b"".join(
+            self._encoding.decode_single_token_bytes(i) if i < self.size else "\N{REPLACEMENT CHARACTER}".encode()
+            for i in ids
+        )
+        return known.decode(errors="replace")
+
+
+def _read_ranks(merges: Path, vocabulary: Path) -> dict[bytes, int]:
+    """Each byte string's id, which is also its place in the order of merges."""
+    import os
+
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache goes by name, and would miss that a file has changed
+    try:
+        return data_gym_to_mergeable_bpe_ranks(str(merges), str(vocabulary))
+    except (OSError, ValueError, KeyError, AssertionError):
+        raise UsageError(f"{merges} and {vocabulary.name} are no GPT-2 vocabulary, or not of one another") from None
+
+
+def _encoding(pattern: str, ranks: dict[bytes, int], end: int) -> tiktoken.Encoding:
+    import tiktoken
+
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: end})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chess
+
+SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
+PROMOTIONS = [file + rank + piece for rank in "18" for file in "abcdefgh" for piece in "qrbn"]  # where to
+HISTORY, CANDIDATES = 10, 5  # slots for moves in an A line and in a P line
+EMPTY = ("none", "")  # fills a slot that is not used
+
+Token = tuple[str, str]  # kind and text
+
+
+def some_piece_moves(a: str, b: str) -> bool:
+    """Whether a queen or a knight could ever go from square a to square b (b may be a promotion)."""
+    x, y = abs(ord(a[0]) - ord(b[0])), abs(int(a[1]) - int(b[1]))
+    if len(b) == 3:
+        return a[1] in "27" and x <= 1 == y
+    return a != b and (x == 0 or y == 0 or x == y or {x, y} == {1, 2})
+
+
+VOCABULARY: tuple[Token, ...] = (
+    ("end", ""),
+    EMPTY,
+    *(("mark", text) for text in ("A: ", "P: ", "M:", " E:", " B:", "+")),
+    *(("square", piece) for piece in ".PNBRQKpnbrqk"),
+    *(("side", side) for side in (" w", " b")),
+    *(("castling", " " + ("".join(right for i, right in enumerate("KQkq") if bits >> i & 1) or "-"))
+      for bits in range(16)),
+    *(("en passant", " " + square) for square in ("-", *(square for square in SQUARES if square[1] in "36"))),
+    *(("number", f" {number}") for number in range(200)),
+    *(("from", " " + square) for square in SQUARES),
+    *(("to", square) for square in (*SQUARES, *PROMOTIONS)),
+    *(("move", f" {a}{b}") for a in SQUARES for b in (*SQUARES, *PROMOTIONS) if some_piece_moves(a, b)),
+    *(("slot", str(number)) for number in range(1, CANDIDATES + 1)),
+    *(("whole", f" {sign}{number}.") for sign in ("", "-") for number in range(100)),
+    *(("hundredths", f"{number:02}") for number in range(100)),
+    *(("reward", reward) for reward in ("+0.001", "+1.0", "+0.5", "+-1.0")),
+    *(("flag", flag) for flag in ("+0", "+1")),
+)  # fmt: skip
+
+FEN = r"([1-8pnbrqkPNBRQK/]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)"
+MOVES = r"((?: ?[a-h][1-8][a-h][1-8][qrbn]?)*)"
+SHAPES = {
+    "A prompt": re.compile(rf"A: ?{FEN}\+{MOVES}\+{MOVES}\+"),
+    "P prompt": re.compile(rf"P: ?{FEN}"),
+    "A answer": re.compile(rf"{FEN}(\+-?[\d.]+)(\+[01])(\+[01])"),
+    "P answer": re.compile(rf"M:{MOVES} E:((?: -?\d+\.\d\d)*) B:{MOVES}"),
+}
+
+
+def position(board: str, *fields: str) -> list[Token]:
+    """The six fields of a FEN: 64 squares and five more tokens."""
+    rows = [re.sub(r"\d", lambda digit: "." * int(digit[0]), row) for row in board.split("/")]
+    if [len(row) for row in rows] != [8] * 8:
+        raise ValueError(f"{board} is no board")
+    kinds = ("side", "castling", "en passant", "number", "number")
+    rest = [(kind, " " + field) for kind, field in zip(kinds, fields, strict=True)]
+    return [("square", piece) for piece in "".join(rows)] + rest
+
+
+def slots(tokens: list[Token], count: int) -> list[Token]:
+    """The tokens and empty slots, so many together."""
+    if len(tokens) > count:
+        raise ValueError(f"more than {count} tokens: {''.join(text for _, text in tokens)}")
+    return tokens + [EMPTY] * (count - len(tokens))
+
+
+class ChessTokens:
+    """Slots for the prompts and answers of P and A lines, whose inner padding is collapsed to single blanks.
+
+    A candidate is one token, and the best move the number of its slot; the moves of an A prompt are two tokens, for
+    their squares have to be found on the board.
+    """
+
+    longest = 73  # 69 of a position, reward, two flags, end
+
+    def __init__(self) -> None:
+        self._ids = {token: i for i, token in enumerate(VOCABULARY)}
+        self.end = 0
+        self.size = len(VOCABULARY)
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt or an answer, without its end."""
+        text = " ".join(text.split())
+        for shape, pattern in SHAPES.items():
+            if parts := pattern.fullmatch(text):
+                try:
+                    return [self._ids[token] for token in self._tokens(shape, parts.groups())]
+                except KeyError as unknown:
+                    raise ValueError(f"no chess token for {unknown.args[0][1].strip()!r} in {text!r}") from None
+        raise ValueError(f"neither prompt nor answer of a P or A line: {text!r}")
+
+    def _tokens(self, shape: str, parts: tuple[str, ...]) -> list[Token]:
+        if shape == "P prompt":
+            return [("mark", "P: "), *position(*parts)]
+        if shape == "A answer":
+            return [*position(*parts[:6]), ("reward", parts[6]), ("flag", parts[7]), ("flag", parts[8])]
+        if shape == "A prompt":
+            move, history = ([token for uci in part.split() for token in (("from", " " + uci[:2]), ("to", uci[2:]))]
+                             for part in parts[6:])  # fmt: skip
+            # Empty slots stand before the moves, so that the last one always has the same place.
+            return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *slots(move, 2), ("mark", "+"),
+                    *slots(history[::-1], 2 * HISTORY)[::-1], ("mark", "+")]  # fmt: skip
+        moves, best = parts[0].split(), parts[2].strip()
+        if best not in moves:
+            raise ValueError(f"{best!r} is none of the moves {parts[0]}")
+        evals = [token for number in parts[1].split()
+                 for token in (("whole", f" {number[:-2]}"), ("hundredths", number[-2:]))]  # fmt: skip
+        return [("mark", "M:"), *slots([("move", " " + uci) for uci in moves], CANDIDATES),
+                ("mark", " E:"), *slots(evals, 2 * CANDIDATES),
+                ("mark", " B:"), ("slot", str(moves.index(best) + 1))]  # fmt: skip
+
+    def decode(self, ids: list[int]) -> str:
+        """Each token has its text wherever it stands; but squares are written row by row, and a slot as its move."""
+        text, moves = "", [VOCABULARY[i][1] for i in ids if VOCABULARY[i][0] == "move"]
+        for kind, run in groupby((VOCABULARY[i] for i in ids), key=lambda token: token[0]):
+            part = "".join(piece for _, piece in run)
+            if kind == "square":
+                rows = (part[i : i + 8] for i in range(0, len(part), 8))
+                part = "/".join(re.sub(r"\.+", lambda gap: str(len(gap[0])), row) for row in rows)
+            if kind == "slot":
+                part = "".join(move for digit in part for move in moves[int(digit) - 1 : int(digit)])
+            text += part
+        return text.replace("+ ", "+").strip()

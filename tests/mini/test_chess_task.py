@@ -1,0 +1,271 @@
+"""The corpus, the task, the report, and the commands as their user runs them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mini.__main__
+from mini.chess_data import Example, mirrored
+from mini.chess_reward import Verdict, judge
+from mini.chess_task import ChessTask, build_corpus, evaluate, report
+from mini.config import ChessConfig, EvalConfig, UsageError
+from mini.generate import Sampling
+from mini.model import GPT
+from mini.tokens import ChessTokens
+from tests.helpers import run_python
+from tests.mini.helpers import run_mini
+
+QUICK = ("--a-lines", 200, "--held-out", 8, "--warm-steps", 3, "--warm-batch", 4)
+# All answers are invalid after so short a warm start: only with a value head have they something to teach.
+RL = ("--batch-size", 2, "--k-samples", 4, "--save-steps", 2, "--use-gae")
+Trained = tuple[Path, str, dict[str, Any]]  # folder, what was said, the JSON object
+
+A_TRUTH = "8/8/8/8/8/8/8/K1k5 w - - 0 1+0.001+0+0"
+P_TRUTH = "M: e2e4 c2c4 E: 0.42 0.21 B: e2e4"
+
+
+@pytest.fixture(scope="module")
+def task() -> ChessTask:
+    config = EvalConfig(a_lines=2000, held_out=64)
+    return ChessTask(ChessTokens(), config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corpus and task
+
+
+def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on(task: ChessTask) -> None:
+    other = build_corpus(EvalConfig(a_lines=500, held_out=64, seed=9), ChessTokens())
+    assert other.held_out == task.corpus.held_out
+    assert other.train["A"][:500] != task.corpus.train["A"][:500]
+    for corpus in (other, task.corpus):
+        assert [len(corpus.held_out[name]) for name in ("P", "A")] == [64, 64]
+        prompts = {example.prompt for examples in corpus.held_out.values() for example in examples}
+        trained = {example.prompt for examples in corpus.train.values() for example in examples}
+        assert not prompts & trained
+        assert not {mirrored(example).prompt for example in corpus.held_out["P"]} & trained
+
+
+def test_steps_mix_both_tasks(task: ChessTask) -> None:
+    drawn = [Counter(item.task for item in task.draw(random.Random(seed), 8)) for seed in range(3)]
+    assert drawn == [Counter(P=4, A=4)] * 3
+    odd = {item.task for seed in range(9) for item in task.draw(random.Random(seed), 1)}
+    assert odd == {"P", "A"}
+
+
+def test_rewards_are_told_apart_by_task(task: ChessTask) -> None:
+    items = [Example("P", "", P_TRUTH), Example("A", "", A_TRUTH)]
+    encode = task.tokens.encode
+    completions = [[encode(P_TRUTH), []], [encode(A_TRUTH), encode(A_TRUTH.replace("1+0.001", "2+0.001"))]]
+    rewards, figures = task.rewards(items, completions)
+    torch.testing.assert_close(rewards, torch.tensor([[1.0, -0.3], [1.0, 0.8]]))
+    assert figures == pytest.approx({"reward/P": 0.35, "reward/A": 0.9, "valid/P": 0.5, "valid/A": 1.0})
+
+
+def test_report_by_hand(task: ChessTask) -> None:
+    wrong_clock = judge("A", A_TRUTH.replace("0 1+", "0 2+"), A_TRUTH)
+    verdicts = [judge("A", A_TRUTH, A_TRUTH), wrong_clock, judge("A", "", A_TRUTH), judge("P", P_TRUTH, P_TRUTH),
+                judge("P", P_TRUTH.replace("B: e2e4", "B: c2c4"), P_TRUTH)]  # fmt: skip
+    length = len(A_TRUTH.split("+")[0])
+    assert report(verdicts, task) == pytest.approx({
+        "reward": (1 + 0.8 - 0.3 + 1 + 0.4) / 5, "validity": 0.8, "exact_fen": 1 / 3,
+        "fen_similarity": (1 + 1 - 1 / length) / 3, "best_move": 0.5,
+    })  # fmt: skip
+    assert report(verdicts[3:], task)["exact_fen"] is None
+
+
+def test_evaluation_judges_each_prompt_once(task: ChessTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that always answers right is told so."""
+    judged = list[Example]()
+
+    def judge_right(self: ChessTask, item: Example, completion: list[int]) -> Verdict:
+        judged.append(item)
+        return judge(item.task, item.answer, item.answer)
+
+    monkeypatch.setattr(ChessTask, "judge", judge_right)
+    from mini.chess_task import EMBEDDED
+
+    torch.manual_seed(0)
+    told = evaluate(GPT(EMBEDDED), task, Sampling(0.8, 50, 0.95, 5))
+    assert judged == task.corpus.held_out["P"] + task.corpus.held_out["A"]
+    assert told["P"] == {"reward": 1, "validity": 1, "exact_fen": None, "fen_similarity": None, "best_move": 1}
+    assert told["A"] == {"reward": 1, "validity": 1, "exact_fen": 1, "fen_similarity": 1, "best_move": None}
+    assert {name: told[name] for name in told["P"]} == dict.fromkeys(told["P"], 1)
+
+
+def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that are not well-formed are left out, and counted."""
+    corpus = build_corpus(EvalConfig(a_lines=100, held_out=8), ChessTokens())
+    lines = [example.prompt + example.answer for name in ("A", "P") for example in corpus.train[name]]
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join([*lines, "A: 8/8 w+e2e4+e2e4+x+0+0+0"]))
+    own = build_corpus(EvalConfig(data=path, held_out=10), ChessTokens())
+    assert "1 of" in capsys.readouterr().out
+    assert [len(own.held_out[name]) for name in ("P", "A")] == [10, 10]
+    assert len(own.train["A"]) <= 90
+    with pytest.raises(UsageError, match="none are left to train on"):
+        build_corpus(EvalConfig(data=path, held_out=100_000), ChessTokens())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_chess_reports_before_and_after(trained: Trained) -> None:
+    _, said, told = trained
+    names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move"}
+    for moment in ("before", "after", "supervised"):
+        assert set(told[moment]) == names | {"P", "A"}
+        assert set(told[moment]["P"]) == set(told[moment]["A"]) == names
+    assert 0 < told["rl_seconds"] < told["seconds"]
+    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    assert len(steps) == told["steps"] == 4
+    for word in ("reward P", "valid P", "kl", "clip", "entropy", "no spread", "generate", "score", "train"):
+        assert word in steps[0]
+
+
+def test_tensorboard_has_every_figure(trained: Trained) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained[0]))
+    events.Reload()
+    wanted = {"reward/P", "reward/A", "valid/P", "valid/A", "kl", "kl_coef", "kl_exact", "clip_share", "entropy",
+              "zero_spread", "seconds", "memory_gib"}  # fmt: skip
+    assert wanted <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("reward/P")] == [1, 2, 3, 4]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers(trained: Trained, tmp_path: Path) -> None:
+    """Two steps, then --resume to four: reports and weights are those of four steps at once."""
+    folder = tmp_path / "run"
+    done = run_mini("chess", *QUICK, *RL, "--steps", 2, "--no-control", "--log-dir", folder)
+    assert done.returncode == 0, done.stderr
+    assert "already" in run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder).stderr
+    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--no-control", "--resume",
+                    "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["before"], told["after"]) == (trained[2]["before"], trained[2]["after"])
+    ours, theirs = ((part / "model" / "model.safetensors").read_bytes() for part in (folder, trained[0]))
+    assert ours == theirs != (folder / "start" / "model.safetensors").read_bytes()
+
+
+def test_a_resumed_run_must_be_the_same_run(trained: Trained, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    wrong = ((("--kl-coef", 0.5), "had --kl-coef 0.02, not 0.5"), (("--seed", 8), "had --seed 1, not 8"))
+    for more, complaint in wrong:
+        done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--resume", *more)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert complaint in done.stderr
+    (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
+    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--resume")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot be read as a checkpoint" in done.stderr
+
+
+def test_eval_and_sample_read_the_trained_model(trained: Trained) -> None:
+    model = trained[0] / "model"
+    done = run_mini("eval", "--init", model, "--held-out", 8, "--a-lines", 200, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert {name: told[name] for name in told if name != "seconds"} == trained[2]["after"]
+    done = run_mini("sample", "--init", model, "--a-lines", 200, "--k-samples", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("log-probability") == 2
+    assert "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0\n    is right" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    (["fly"], "no command 'fly'"),
+    (["chess", "--steps", "-1"], "--steps must lie between"),
+    (["chess", "--steps", "many"], "see python -m mini chess --help"),
+    (["chess", "--kl-type", "sideways"], "see python -m mini chess --help"),
+    (["chess", "--temperature", "0"], "--temperature must be above 0"),
+    (["chess", "--temperature", "nan"], "--temperature must lie between"),
+    (["chess", "--k-samples", "1"], "nothing to compare"),
+    (["chess", "--resume"], "--resume needs the --log-dir"),
+    (["chess", "--log-dir", "/proc/none"], "cannot be written"),
+    (["chess", "--resume", "--log-dir", "/nowhere"], "has no checkpoint to resume from"),
+    (["eval", "--init", "/nowhere"], "/nowhere/config.json: No such file"),
+    (["eval", "--data", "/nowhere"], "/nowhere: No such file"),
+    (["eval", "--held-out", "100000"], "none are left to train on"),
+    (["eval", "--max-new-tokens", "1000", "--warm-steps", "0", "--a-lines", "9"], "lower --max-new-tokens"),
+    (["sample", "--prompt", "What?"], "--prompt must be"),
+    (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
+    (["sample", "--prompt", "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 900", "--warm-steps", "0", "--a-lines", "9"],
+     "no chess token for '900'"),
+    (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
+    (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
+    (["data", "--out", "/proc/none"], "cannot be written"),
+])  # fmt: skip
+def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mini.__main__.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert complaint in said
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+import mini.__main__
+try:
+    mini.__main__.main(["chess", "--help"])
+except SystemExit as stop:
+    print("code", stop.code)
+print(*(name for name in ("torch", "chess", "transformers", "tiktoken", "numpy") if name in sys.modules), "loaded")
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "--kl-type {forward,reverse,symmetric}" in done.stdout
+    assert done.stdout.splitlines()[-2:] == ["code 0", " loaded"] or done.stdout.endswith("code 0\nloaded\n")
+
+
+def test_the_two_programs_import_nothing_from_each_other() -> None:
+    root = Path(mini.__main__.__file__).resolve().parents[1]
+    assert "import mini" not in (root / "gpt_2048_rl.py").read_text()
+    assert "from mini" not in (root / "gpt_2048_rl.py").read_text()
+    assert not [path for path in (root / "mini").glob("*.py") if "gpt_2048_rl" in path.read_text()]
+
+
+def test_every_option_has_a_word_of_help() -> None:
+    """And every number that can go wrong has its limits."""
+    from dataclasses import fields
+
+    from mini.config import RANGES
+
+    numeric = {field.name for field in fields(ChessConfig) if "int" in str(field.type) or "float" in str(field.type)}
+    assert numeric <= RANGES.keys()
+
+
+@pytest.mark.slow
+def test_the_default_job_learns(tmp_path: Path) -> None:
+    """Both tasks, trained together, gain 0.2 of sampled reward from the warm start; in about five minutes."""
+    done = run_mini("chess", "--json", "--no-control", "--log-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    for name in ("P", "A"):
+        assert told["after"][name]["reward"] >= told["before"][name]["reward"] + 0.2
+    assert told["after"]["validity"] > told["before"]["validity"]

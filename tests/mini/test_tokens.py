@@ -1,0 +1,137 @@
+"""Text to tokens and back, for every line that self-play and stockfish make."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from mini.chess_data import parse_line, self_play, shipped_lines
+from mini.config import UsageError
+from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
+
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+LINES = [*islice(self_play(random.Random(0)), 3000), *shipped_lines()]
+
+
+def test_no_token_stands_in_the_vocabulary_twice() -> None:
+    assert len(set(VOCABULARY)) == len(VOCABULARY)
+
+
+def test_chess_tokens_round_trip() -> None:
+    tokens = ChessTokens()
+    for line in LINES:
+        example = parse_line(line)
+        assert example is not None
+        for text in (example.prompt, " ".join(example.answer.split())):
+            assert tokens.decode(tokens.encode(text)) == text
+
+
+def test_chess_tokens_have_slots() -> None:
+    """Every prompt and answer of a kind has the same length, and a square always the same place."""
+    tokens, lengths = ChessTokens(), set[tuple[str, int, int]]()
+    for line in LINES:
+        example = parse_line(line)
+        assert example is not None
+        lengths.add((example.task, len(tokens.encode(example.prompt)), len(tokens.encode(example.answer))))
+    assert lengths == {("A", 95, 72), ("P", 70, 19)}
+    assert [VOCABULARY[i][1] for i in tokens.encode(f"P: {START}")[1:9]] == list("RNBQKBNR".lower())
+
+
+@pytest.mark.parametrize("text", [
+    "", "x", f"P: {START}+", f"P: {START.replace('0 1', '0 200')}", "P: 8/8/8/8/8/8/8/9 w - - 0 1",
+    f"A: {START}+e2e4+e2e4", f"A: {START}+e2e4+{'e2e4 ' * 10}e2e4+", "M: e2e4 E: 0.1 B: e2e4",
+    "M: e2e4 E: 100.00 B: e2e4", f"{START}+0.002+0+0", f"A: {START}+e2e4 e2e4+e2e4+", "M: e2e8k E: 0.10 B: e2e4",
+    "M: e2e4 E: 0.10 B: d2d4",
+])  # fmt: skip
+def test_what_the_chess_tokens_cannot_say(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        ChessTokens().encode(text)
+
+
+def test_the_best_move_is_the_number_of_a_slot() -> None:
+    """And no move at all where that slot is empty."""
+    tokens = ChessTokens()
+    ids = tokens.encode("M: e2e4 d2d4 E: 0.10 0.20 B: d2d4")
+    assert VOCABULARY[ids[-1]] == ("slot", "2")
+    ids[-1] += 1
+    assert tokens.decode(ids) == "M: e2e4 d2d4 E: 0.10 0.20 B:"
+
+
+def test_any_tokens_have_a_text() -> None:
+    """What an untrained model says must reach the judge, not a traceback."""
+    rng, tokens = random.Random(0), ChessTokens()
+    texts = [tokens.decode(rng.choices(range(tokens.size), k=rng.randrange(80))) for _ in range(500)]
+    assert len(set(texts)) > 450
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Byte pairs
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Byte pairs of chess lines in the form of GPT-2's files, made by another library."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("vocabulary")
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(LINES, vocab_size=400, show_progress=False)
+    trained.save_model(str(folder))
+    # In GPT-2's files ids are in the order of its merges, behind its own order of the 256 bytes, and END is the last.
+    merges = (folder / "merges.txt").read_text()
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    pairs = [line.replace(" ", "") for line in merges.splitlines()[1:]]
+    ids = {text: i for i, text in enumerate([*letters, *pairs, END])}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    return folder
+
+
+def test_byte_pairs_equal_those_of_another_library(vocabulary: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    theirs = ByteLevelBPETokenizer(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
+    ours = BpeTokens(vocabulary)
+    for text in [*LINES[::50], "Les cinq échecs, d'un coup ! 它们 \n\n  x", "it's   we'll"]:
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode(END) == [ours.end] == [ours.size - 1]
+
+
+def test_prompt_and_answer_apart_are_the_line_together(vocabulary: Path) -> None:
+    """What was trained on whole lines must meet the same tokens when it only gets the prompt."""
+    tokens = BpeTokens(vocabulary)
+    for line in LINES[::50]:
+        example = parse_line(line)
+        assert example is not None
+        blank = " " if example.task == "P" else ""
+        whole = tokens.encode(example.prompt + blank + example.answer)
+        assert tokens.encode(example.prompt) + tokens.encode(blank + example.answer) == whole
+
+
+def test_either_pair_of_names_will_do(vocabulary: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.bpe").write_bytes((vocabulary / "merges.txt").read_bytes())
+    (tmp_path / "encoder.json").write_bytes((vocabulary / "vocab.json").read_bytes())
+    assert BpeTokens(tmp_path).encode(LINES[0]) == BpeTokens(vocabulary).encode(LINES[0])
+
+
+def test_ids_and_bytes_that_are_no_text(vocabulary: Path) -> None:
+    tokens = BpeTokens(vocabulary)
+    assert tokens.decode([tokens.size + 3]) == "\N{REPLACEMENT CHARACTER}"
+    assert tokens.decode(tokens.encode("é")[:1]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_damaged_vocabulary(vocabulary: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no GPT-2 vocabulary"):
+        BpeTokens(tmp_path)
+    (tmp_path / "merges.txt").write_bytes((vocabulary / "merges.txt").read_bytes())
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(UsageError, match="are no GPT-2 vocabulary"):
+        BpeTokens(tmp_path)
+    (tmp_path / "vocab.json").write_text("{")
+    with pytest.raises(UsageError, match="are no GPT-2 vocabulary"):
+        BpeTokens(tmp_path)
