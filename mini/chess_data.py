@@ -198,12 +198,15 @@ def mirrored(example: Example) -> Example:
     return Example("P", f"P: {board.fen()}", flipped(example.answer))
 
 
-def reshuffled(example: Example, rng: random.Random) -> Example:
-    """The same P line with its moves in another order, which means nothing."""
+def ordered(example: Example) -> Example:
+    """The same P line with its moves in the order of their names.
+
+    Their order means nothing to the judge.  Shuffled, five moves have 120 spellings, all of which a model has to learn.
+    """
     moves, evals, best = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
-    pairs = rng.sample(list(zip(moves, evals, strict=True)), len(moves))
-    shuffled = f"M: {' '.join(move for move, _ in pairs)} E: {' '.join(value for _, value in pairs)} B: {best[0]}"
-    return Example("P", example.prompt, shuffled)
+    pairs = sorted(zip(moves, evals, strict=True))
+    return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} "
+                                        f"E: {' '.join(value for _, value in pairs)} B: {best[0]}")  # fmt: skip
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:

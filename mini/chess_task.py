@@ -41,7 +41,6 @@ class Corpus:
 
     train: dict[Task, list[Example]]
     held_out: dict[Task, list[Example]]
-    shipped: bool  # the package's own P lines, whose moves are shuffled anew each time
 
 
 def build_corpus(config: Options, tokens: Tokens) -> Corpus:
@@ -58,7 +57,7 @@ def build_corpus(config: Options, tokens: Tokens) -> Corpus:
         far_apart = islice(data.self_play(random.Random("held out")), 0, 10 * config.held_out, 10)
         held_out = {"P": policy[: config.held_out], "A": [e for line in far_apart if (e := data.parse_line(line))]}
         played = islice(data.self_play(random.Random(f"games {config.seed}")), config.a_lines)
-        train = {"P": policy + [data.mirrored(example) for example in policy],
+        train = {"P": [data.ordered(example) for line in policy for example in (line, data.mirrored(line))],
                  "A": [e for line in played if (e := data.parse_line(line))]}  # fmt: skip
     forbidden = {example.prompt for examples in held_out.values() for example in examples}
     forbidden |= {data.mirrored(example).prompt for example in held_out["P"]}
@@ -68,7 +67,7 @@ def build_corpus(config: Options, tokens: Tokens) -> Corpus:
             raise UsageError(f"--held-out {config.held_out}: of {len(held_out[task])} usable {task} lines none are "
                              "left to train on")  # fmt: skip
     print(" and ".join(f"{len(train[task])} {task}" for task in TASKS) + " lines to train on")
-    return Corpus(train, held_out, shipped=config.data is None)
+    return Corpus(train, held_out)
 
 
 def usable(examples: list[Example], tokens: Tokens) -> list[Example]:
@@ -102,8 +101,7 @@ class ChessTask:
     def draw(self, rng: random.Random, count: int, p_share: float = 0.5) -> list[Example]:
         """Training documents, this share of them P, rounded up or down at random."""
         p_count = int(count * p_share + rng.random())
-        drawn = [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
-        return [data.reshuffled(e, rng) if e.task == "P" and self.corpus.shipped else e for e in drawn]
+        return [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
 
     def prompt_ids(self, item: Example) -> list[int]:
         """A document begins behind an end token, as in GPT-2's own training."""
@@ -189,7 +187,8 @@ def prepare(config: Options) -> tuple[GPT, ChessTask, Sampling]:
     torch.manual_seed(config.seed)
     model = load_model(config.init) if config.init else GPT(EMBEDDED)
     print(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
+    top_k = tokens.top_k if config.top_k is None else config.top_k
+    sampling = Sampling(config.temperature, top_k, config.top_p, config.max_new_tokens or tokens.longest)
     return model, ChessTask(tokens, config), sampling
 
 

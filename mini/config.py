@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 36, 5e-4  # of the embedded model
+EMBEDDED_WARM_STEPS, EMBEDDED_LR = 42, 5e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -22,12 +22,12 @@ class Options:
     data: Path | None = None  # corpus of P and A lines, a line each; without it shipped P lines and self-play
     data_lines: int = 200_000  # lines of the corpus that are read at most
     a_lines: int = 10_000  # A lines made by self-play where no corpus is given
-    warm_steps: int | None = None  # supervised steps before all else; by default 36, with --init none
+    warm_steps: int | None = None  # supervised steps before all else; by default 42, with --init none
     warm_batch: int = 32  # documents of a supervised step
     warm_p_share: float = 0.75  # of them are P: a new FEN has four times the tokens of an answer with moves
     warm_lr: float = 3e-3  # learning rate of the supervised steps
     temperature: float = 0.8  # of sampling; 0 takes the likeliest token (eval and sample only)
-    top_k: int = 50  # sample among the k likeliest tokens; 0: all
+    top_k: int | None = None  # sample among the k likeliest; 0: all; by default 200 chess tokens, or 50 byte pairs
     top_p: float = 0.95  # of these, among the fewest that have this probability together; 1: all
     max_new_tokens: int | None = None  # of a completion; by default 73 chess tokens, or 144 byte pairs
     held_out: int = 128  # held-out prompts of each task
@@ -39,7 +39,7 @@ class Options:
 class ChessConfig(Options):
     """Teach a model chess with GRPO; hold it against itself before, and against as much time of supervised training."""
 
-    steps: int = 40  # of GRPO
+    steps: int = 30  # of GRPO
     batch_size: int = 8  # prompts of a step, half of each task
     k_samples: int = 8  # completions of each prompt: a group
     lr: float | None = None  # by default 5e-4 for the embedded model, 1e-5 with --init
@@ -64,7 +64,7 @@ class ChessConfig(Options):
     max_grad_norm: float = 1.0  # longer gradients are cut to it
     control: bool = True  # afterwards, train the start supervised for the same time: what RL has to beat
     log_dir: Path | None = None  # TensorBoard, checkpoints and models; by default outputs/mini-chess-TIME
-    save_steps: int = 20  # steps between checkpoints
+    save_steps: int = 10  # steps between checkpoints
     resume: bool = False  # go on from the checkpoint in --log-dir
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 

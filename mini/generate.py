@@ -1,6 +1,6 @@
 """Sampling: the prompts are read once, then every completion of every prompt grows by one token at a time.
 
-    B prompts    K completions of each    S tokens of a padded prompt    T tokens of a padded completion    V vocabulary
+B prompts    K completions of each    S tokens of a padded prompt    T tokens of a padded completion    V vocabulary
 """
 
 from __future__ import annotations

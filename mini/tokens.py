@@ -27,6 +27,7 @@ class Tokens(Protocol):
     end: int  # id of END
     size: int
     longest: int  # tokens of a chess answer at most, its end included
+    top_k: int  # of sampling, where nothing else is asked for
 
     def encode(self, text: str) -> list[int]:
         """Raises ValueError for a text that it has no tokens for."""
@@ -42,7 +43,7 @@ class Tokens(Protocol):
 class BpeTokens:
     """GPT-2's byte pairs, from a folder with vocab.bpe and encoder.json, or merges.txt and vocab.json."""
 
-    longest = 144
+    longest, top_k = 144, 50
     NAMES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
     PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of GPT-2
 
@@ -162,6 +163,7 @@ class ChessTokens:
     """
 
     longest = 73  # 69 of a position, reward, two flags, end
+    top_k = 200  # of five moves out of the same 50, two are equal in every fifth answer
 
     def __init__(self) -> None:
         self._ids = {token: i for i, token in enumerate(VOCABULARY)}

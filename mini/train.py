@@ -138,7 +138,8 @@ def supervised(
             loss = -(log_probs / lengths).sum() / batch  # each document counts as much, short or long
             loss.backward()
             mean += loss.item()
-        set_lr(optimizer, lr, step, 20)
+        done = max(step / steps, (time.perf_counter() - started) / seconds)  # 0 to 1
+        set_lr(optimizer, lr * min(1.0, 2 * (1 - done)), step, 10)  # falls to 0 in the second half: a steady end
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -214,8 +215,9 @@ def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Samp
 
         rewards, figures = task.rewards(items, made.tokens(task.end))  # (B, K)
         rows, old = Rows.of_completions(made), made.log_probs.flatten(0, 1)  # (N, T)
-        ref = by_micro_batch(rows, config.micro_batch,
-                             lambda part: score(learner.reference, part, config.temperature)[0])  # (N, T)
+        ref = by_micro_batch(
+            rows, config.micro_batch, lambda part: score(learner.reference, part, config.temperature)[0]
+        )  # (N, T)
         advantages, returns = token_advantages(learner, rows, rewards, config)  # (N, T) each
         clock.append(time.perf_counter())
 
