@@ -109,7 +109,7 @@ def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, task.tokens, Path(folder))
         other = GPT2LMHeadModel.from_pretrained(folder).eval()
-    rng, sampling = random.Random(0), Sampling(0.8, 50, 0.95, task.tokens.longest)
+    rng, sampling = random.Random(0), Sampling(0.8, task.tokens.top_k, 0.95, task.tokens.longest)
     rates: dict[str, list[float]] = {"mini": [], "transformers": []}
     for _ in range(args.repetitions + 1):
         prompts = [task.prompt_ids(item) for item in task.draw(rng, args.prompts)]
@@ -126,7 +126,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
     """Seconds of whole steps, by how their completions are generated."""
     import mini.train
 
-    sampling = Sampling(0.8, 50, 0.95, task.tokens.longest)
+    sampling = Sampling(0.8, task.tokens.top_k, 0.95, task.tokens.longest)
     ways: dict[str, Callable[..., Completions]] = {"batched": generate, "one at a time": one_at_a_time}
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(args.repetitions):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 42, 5e-4  # of the embedded model
+EMBEDDED_WARM_STEPS, EMBEDDED_LR = 42, 3e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -39,10 +39,10 @@ class Options:
 class ChessConfig(Options):
     """Teach a model chess with GRPO; hold it against itself before, and against as much time of supervised training."""
 
-    steps: int = 30  # of GRPO
+    steps: int = 40  # of GRPO
     batch_size: int = 8  # prompts of a step, half of each task
     k_samples: int = 8  # completions of each prompt: a group
-    lr: float | None = None  # by default 5e-4 for the embedded model, 1e-5 with --init
+    lr: float | None = None  # by default 3e-4 for the embedded model, 1e-5 with --init
     lr_warmup: int = 5  # steps in which the learning rate rises to it
     updates: int = 2  # passes over a step's completions, each with an optimizer step
     micro_batch: int = 16  # completions of a forward and backward pass
