@@ -5,8 +5,8 @@
     python benchmarks/bench_mini.py --parts curves          learning curves: 18 runs of the default job
     python benchmarks/bench_mini.py --parts large           a step of GPT-2's 124 M shape, 8 prompts x 8 completions
 
-speed: tokens a second against transformers' generate, same weights, prompts and options; and seconds a step against the
-same step with completions generated one at a time.  In turns, several times over.  curves: each option in turn replaces
+speed: tokens a second against transformers' generate, same weights, prompts and options; and seconds a step, of one
+update, against the same step with completions generated one at a time.  In turns, several times over.  curves: each option in turn replaces
 its default, over several seeds, from the seed's own warm start; docs/mini_learning.svg, and a table in Markdown.
 Tables, then one JSON line.  Exit code 1 where a target is missed: generation at least as fast as transformers', a step
 at least 5 times as fast as one at a time, the large step within 24 GiB.
@@ -131,7 +131,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(args.repetitions):
         for name, way in ways.items():
-            config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions)
+            config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions, updates=1)
             learner = make_learner(model, model, config, 0.0)
             model.requires_grad_(True)
             mini.train.generate = way  # type: ignore[attr-defined]
