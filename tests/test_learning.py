@@ -92,7 +92,7 @@ def rewards(sources: Sequence[str], **columns: Any) -> list[float]:
     return [sum(values) for values in zip(*each, strict=True)]
 
 
-@pytest.mark.parametrize("target", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("target", [2048, 16384])
 def test_rewards_rank_like_skill(pool: program.Pool, target: int) -> None:
     """30 strategies: the mean reward orders them as the largest tile does that they reach on other boards.
 
