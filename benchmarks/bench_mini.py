@@ -6,8 +6,9 @@
     python benchmarks/bench_mini.py --parts large           a step of GPT-2's 124 M shape, 8 prompts x 8 completions
 
 speed: tokens a second against transformers' generate, same weights, prompts and options; and seconds a step, of one
-update, against the same step with completions generated one at a time.  In turns, several times over.  curves: each option in turn replaces
-its default, over several seeds, from the seed's own warm start; docs/mini_learning.svg, and a table in Markdown.
+update, against the same step with completions generated one at a time.  In turns, several times over.  curves: each
+option in turn replaces its default, over several seeds, from the seed's own warm start; docs/mini_learning.svg, and a
+table in Markdown.
 Tables, then one JSON line.  Exit code 1 where a target is missed: generation at least as fast as transformers', a step
 at least 5 times as fast as one at a time, the large step within 24 GiB.
 """
