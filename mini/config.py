@@ -45,7 +45,7 @@ class ChessConfig(Options):
     lr: float | None = None  # by default 3e-4 for the embedded model, 1e-5 with --init
     lr_warmup: int = 5  # steps in which the learning rate rises to it
     updates: int = 2  # passes over a step's completions, each with an optimizer step
-    micro_batch: int = 16  # completions of a forward and backward pass
+    micro_batch: int = 16  # completions of a forward and backward pass; those of a prompt stay together
     clip_range: float = 0.2  # how far a probability ratio counts; acts from the second update on
     kl_coef: float = 0.02  # weight of the KL divergence from the model at the start
     kl_type: Literal["forward", "reverse", "symmetric"] = "forward"  # forward: KL(policy || start)

@@ -71,11 +71,17 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
-        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache is given the keys and values."""
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
+        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache is given the keys and values.
+
+        With the past of B prompts, of which N / B rows each go on: visible (N, 1, T, S + T).
+        """
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
         if cache is not None:
             cache.add_prompt(k, v)
+        if past is not None:
+            k, v = (torch.cat((before.repeat_interleave(len(x) // len(before), 0), new), 2)
+                    for before, new in zip(past.prompt, (k, v), strict=True))  # fmt: skip
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (N, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
@@ -122,9 +128,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
-        """Whole documents: x (N, T, C)."""
-        x = x + self.attn(self.ln_1(x), visible, cache)
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
+        """Whole documents, or the rest of documents whose beginning is past: x (N, T, C)."""
+        x = x + self.attn(self.ln_1(x), visible, cache, past)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -165,6 +171,18 @@ class GPT(nn.Module):
         visible = (earlier & mask[:, None, None].bool()) | itself  # (N, 1, T, T)
         for block in self.h:
             x = block(x, visible, cache)
+        out: Tensor = self.ln_f(x)
+        return out
+
+    def go_on(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Whole completions of prompts that are in the cache: ids (B * K, T) -> hidden states (B * K, T, C)."""
+        T = ids.shape[1]
+        prompt_mask = cache.prompt_mask.bool().repeat_interleave(cache.k, 0)  # (B * K, S)
+        x = self.wte(ids) + self.wpe(prompt_mask.sum(1, keepdim=True) + torch.arange(T))
+        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        visible = torch.cat((prompt_mask[:, None].expand(-1, T, -1), earlier.expand(len(ids), -1, -1)), 2)[:, None]
+        for block, past in zip(self.h, cache.layers, strict=True):
+            x = block(x, visible, None, past)
         out: Tensor = self.ln_f(x)
         return out
 

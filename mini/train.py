@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mini import rl
 from mini.config import ChessConfig
 from mini.generate import Completions, Sampling, generate, left_pad, policy_log_probs
-from mini.model import GPT, ValueHead
+from mini.model import GPT, Cache, ValueHead
 from mini.rl import Baseline, KlController
 
 Item = TypeVar("Item")
@@ -53,6 +53,7 @@ class Rows:
     ids: Tensor  # (N, S + T)
     mask: Tensor  # (N, S + T)
     S: int
+    K: int = 1  # so many rows in succession have the same prompt
 
     @staticmethod
     def of_completions(made: Completions) -> Rows:
@@ -60,7 +61,7 @@ class Rows:
         k = made.ids.shape[1]
         ids = torch.cat((made.prompt_ids.repeat_interleave(k, 0), made.ids.flatten(0, 1)), 1)
         mask = torch.cat((made.prompt_mask.repeat_interleave(k, 0), made.mask.flatten(0, 1)), 1)
-        return Rows(ids, mask, made.prompt_ids.shape[1])
+        return Rows(ids, mask, made.prompt_ids.shape[1], k)
 
     @staticmethod
     def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int) -> Rows:
@@ -76,24 +77,33 @@ class Rows:
         return self.mask[:, self.S :]
 
     def micro_batches(self, size: int) -> list[Tensor]:
-        """Row numbers in order of length, so that a micro-batch has little padding."""
-        return list(self.mask.sum(1).argsort(stable=True).split(size))
+        """Row numbers in order of length, so that a micro-batch has little padding.  Groups stay together."""
+        groups = torch.arange(len(self.ids)).view(-1, self.K)  # (B, K)
+        longest = self.mask.sum(1).view(-1, self.K).amax(1)  # (B,)
+        return [part.flatten() for part in groups[longest.argsort(stable=True)].split(max(1, size // self.K))]
 
-    def pick(self, rows: Tensor) -> Rows:
-        """Some rows, without the columns that are padding in all of them."""
+    def pick(self, rows: Tensor, K: int = 1) -> Rows:
+        """Some rows, K of each prompt, without the columns that are padding in all of them."""
         used = self.mask[rows].any(0)
         first = int(used[: self.S].int().argmax())
         last = self.S + int(used[self.S :].sum())
-        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first)
+        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
 
 
 def score(model: GPT, rows: Rows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities (n, T) of the completions' tokens, of all tokens (n, T, V), hidden states (n, T, C).
 
-    A token is scored by the state of the token before it, so the first by the prompt's last.  Padding gets 0: what
-    the model thinks of it can be so unlikely that a ratio of it overflows, and inf times a mask of 0 is NaN.
+    A token is scored by the state of the token before it, so the first by the prompt's last.  A prompt is read once
+    for all of its completions.  Padding gets 0: what the model thinks of it can be so unlikely that a ratio of it
+    overflows, and inf times a mask of 0 is NaN.
     """
-    hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
+    if rows.K == 1:
+        hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
+    else:
+        prompt_ids, prompt_mask = (part[:: rows.K, : rows.S] for part in (rows.ids, rows.mask))  # (n / K, S)
+        cache = Cache(prompt_mask, rows.K, 0)
+        last = model(prompt_ids, prompt_mask, cache)[:, -1:].repeat_interleave(rows.K, 0)  # (n, 1, C)
+        hidden = torch.cat((last, model.go_on(rows.ids[:, rows.S : -1], cache)), 1)  # (n, T, C)
     all_log_probs = policy_log_probs(model.logits(hidden), temperature)  # (n, T, V)
     log_probs = all_log_probs.gather(2, rows.ids[:, rows.S :, None])[..., 0]  # (n, T)
     return log_probs.masked_fill(~rows.answer_mask, 0), all_log_probs, hidden
@@ -247,7 +257,7 @@ def by_micro_batch(rows: Rows, size: int, values_of: Callable[[Rows], Tensor]) -
     """(N, T), put together from the (n, T) of each micro-batch; 0 where those are shorter."""
     values = torch.zeros(rows.answer_mask.shape)
     for chosen in rows.micro_batches(size):
-        part = values_of(rows.pick(chosen))
+        part = values_of(rows.pick(chosen, rows.K))
         values[chosen, : part.shape[1]] = part
     return values
 
@@ -272,7 +282,7 @@ def update(
     total = rows.answer_mask.sum()
     sums = dict.fromkeys(("loss", "kl", "clip_share", "entropy", "value_loss"), 0.0)
     for chosen in rows.micro_batches(config.micro_batch):
-        part = rows.pick(chosen)
+        part = rows.pick(chosen, rows.K)
         mask = part.answer_mask  # (n, T)
         T = mask.shape[1]
         was, frozen, advantage = old[chosen, :T], ref[chosen, :T], advantages[chosen, :T]

@@ -178,6 +178,27 @@ def test_micro_batches_change_nothing() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
+def test_a_prompt_is_read_once_for_all_of_its_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the log-probabilities and gradients of each document read alone."""
+    step, read = make_step(), list[int]()
+    alone = dataclasses.replace(step.rows, K=1)
+    weights = torch.randn(step.rows.answer_mask.shape, generator=torch.Generator().manual_seed(0))
+    forward = GPT.forward
+
+    def count(self: GPT, ids: Tensor, *rest: Any) -> Tensor:
+        read.append(len(ids))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(GPT, "forward", count)
+    found = []
+    for rows in (step.rows, alone):
+        log_probs, _, hidden = score(step.learner.model, rows, 0.9)
+        gradients = torch.autograd.grad((weights * log_probs).sum(), list(step.learner.model.parameters()))
+        found.append((log_probs, hidden[rows.answer_mask], gradients))
+    assert read == [len(PROMPTS), len(PROMPTS) * K]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 def test_the_first_adam_step_is_as_long_as_the_learning_rate() -> None:
     """Whatever the gradient: its first mean over the root of its first square is its sign."""
     step = make_step(lr=3e-3)
