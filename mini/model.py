@@ -178,7 +178,7 @@ class GPT(nn.Module):
         """Whole completions of prompts that are in the cache: ids (B * K, T) -> hidden states (B * K, T, C)."""
         T = ids.shape[1]
         prompt_mask = cache.prompt_mask.bool().repeat_interleave(cache.k, 0)  # (B * K, S)
-        x = self.wte(ids) + self.wpe(prompt_mask.sum(1, keepdim=True) + torch.arange(T))
+        x = self.wte(ids) + self.wpe(prompt_mask.sum(1, keepdim=True) + torch.arange(T, device=ids.device))
         earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
         visible = torch.cat((prompt_mask[:, None].expand(-1, T, -1), earlier.expand(len(ids), -1, -1)), 2)[:, None]
         for block, past in zip(self.h, cache.layers, strict=True):
