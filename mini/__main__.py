@@ -11,9 +11,20 @@ from itertools import takewhile
 from typing import Any
 
 import mini
-from mini.config import ChessConfig, Config, DataConfig, EvalConfig, SampleConfig, UsageError, check_config
+from mini.config import (
+    ALIASES,
+    ChessConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    SampleConfig,
+    TextConfig,
+    UsageError,
+    check_config,
+)
 
-KINDS: dict[str, Any] = {"chess": ChessConfig, "data": DataConfig, "eval": EvalConfig, "sample": SampleConfig}
+KINDS: dict[str, Any] = {"chess": ChessConfig, "text": TextConfig, "data": DataConfig, "eval": EvalConfig,
+                         "sample": SampleConfig}  # fmt: skip
 
 
 def parse_arguments(argv: list[str]) -> Config:
@@ -26,6 +37,7 @@ def parse_arguments(argv: list[str]) -> Config:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
     import tyro
 
+    argv = spelled_out(argv) if command == "text" else argv
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -40,6 +52,16 @@ def parse_arguments(argv: list[str]) -> Config:
     return config
 
 
+def spelled_out(argv: list[str]) -> list[str]:
+    """Options by their own names instead of their aliases."""
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        name, *implied = ALIASES.get(flag.replace("_", "-"), [flag])
+        words += [name + equals + value, *implied]
+    return words
+
+
 def run(config: Config) -> dict[str, Any] | None:
     """Carry a command out."""
     if isinstance(config, DataConfig):
@@ -47,6 +69,10 @@ def run(config: Config) -> dict[str, Any] | None:
 
         write_data(config)
         return None
+    if isinstance(config, TextConfig):
+        from mini.text_task import text_command
+
+        return text_command(config)
     from mini import chess_task
 
     match config:

@@ -97,7 +97,59 @@ class DataConfig:
     seed: int = 1  # of the games
 
 
-Config = ChessConfig | EvalConfig | SampleConfig | DataConfig
+@dataclass(kw_only=True)
+class TextConfig:
+    """Teach a small GPT a text in one of four ways; before and after, beside baselines that need no reward."""
+
+    algo: Literal["supervised", "grpo", "ppo", "denoise"] = "supervised"  # likelihood, rewards, or filling gaps
+    data: Path | None = None  # a UTF-8 text; without it the help topics of Python's standard library
+    tokens: Literal["char", "gpt2"] = "char"  # characters, or GPT-2's byte pairs
+    vocabulary: Path | None = None  # for gpt2: the folder of vocab.bpe and encoder.json
+    n_layer: int = 6
+    n_head: int = 6
+    n_embd: int = 384  # width
+    block: int = 256  # positions that the model has
+    attention: Literal["mha", "mla"] = "mha"  # keys and values of every head, or one latent of all
+    latent: int = 64  # width of mla's latent: what is kept of a token and layer
+    horizon: int | None = None  # tokens of a window, and of a rollout; by default 70, 32 with ppo or byte pairs
+    batch_size: int = 32  # windows of a step (alias: --batch)
+    iters: int = 200  # steps
+    seconds: float | None = None  # processor time of training, after which it ends earlier
+    lr: float | None = None  # by default 3e-4 supervised and denoise, 1e-5 grpo, 3e-5 ppo
+    lr_decay: float = 0.0  # the last share of the steps or seconds, in which the learning rate falls to 0
+    warm_steps: int = 0  # supervised steps before all else
+    warm_lr: float = 3e-4  # of the warm start, and of the supervised baseline
+    context: Literal["data", "model"] = "data"  # rollouts read the text's own tokens, or what they wrote themselves
+    k_samples: int = 4  # rollouts of a window: a group
+    reward_mode: Literal["plus1", "pm1"] = "plus1"  # a wrong token: 0, or -1 (alias of pm1: --neg-reward)
+    partial_logprob: float = 0.0  # reward times the right token's log-probability; cancels out with --context data
+    reference: Literal["bigram", "random"] = "bigram"  # of the KL; random: the start itself (alias: --ref-type)
+    beta_kl: float = 1e-3  # weight of the KL divergence
+    kl_warmup_tokens: int = 200_000  # sampled tokens over which the weight rises from 0
+    clip_range: float = 0.2  # how far a probability ratio counts; acts with ppo
+    critic_lr: float = 1e-4  # ppo: of the value head
+    gamma: float = 1.0  # ppo: what later rewards are worth; with --context data no choice changes them, and 0 is better
+    gae_lambda: float = 0.95  # ppo
+    epochs: int = 4  # ppo: passes over a step's rollouts
+    minibatches: int = 4  # ppo: optimizer steps of an epoch
+    value_loss_coef: float = 0.5  # ppo
+    mask_share: float = 0.15  # denoise: of the tokens, to be filled in
+    unmask_steps: int = 5  # denoise: of sampling
+    max_grad_norm: float = 1.0  # longer gradients are cut to it
+    held_out: int = 256  # windows of the last tenth of the text, for the reports
+    control: bool = True  # afterwards, train the start supervised for the same time
+    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # who draws the curves
+    seed: int = 1
+    log_dir: Path | None = None  # curves and checkpoints; by default outputs/mini-text-TIME
+    save_steps: int = 100  # steps between checkpoints
+    log_steps: int = 20  # steps between printed lines
+    resume: bool = False  # go on from the checkpoint in --log-dir
+    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+
+
+ALIASES = {"--batch": ["--batch-size"], "--ref-type": ["--reference"], "--neg-reward": ["--reward-mode", "pm1"]}  # text
+
+Config = ChessConfig | EvalConfig | SampleConfig | DataConfig | TextConfig
 
 RANGES: dict[str, tuple[float, float]] = {
     "data_lines": (1, 1e9), "a_lines": (1, 1e7), "p_lines": (1, 1e7), "warm_steps": (0, 1e7), "warm_batch": (1, 4096),
@@ -108,6 +160,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "kl_warmup": (0, 1e12), "ema_alpha": (0, 1), "gae_lambda": (0, 1), "value_loss_coef": (0, 1e3),
     "entropy_coef": (0, 1e3), "max_grad_norm": (1e-9, 1e9), "save_steps": (1, 1e7), "depth": (1, 50),
     "multipv": (1, 5),
+    "n_layer": (1, 100), "n_head": (1, 100), "n_embd": (1, 1e5), "block": (2, 1e5), "latent": (1, 1e5),
+    "horizon": (1, 1e5), "iters": (0, 1e9), "seconds": (0, 1e9), "partial_logprob": (-1e3, 1e3), "beta_kl": (0, 1e3),
+    "kl_warmup_tokens": (0, 1e12), "critic_lr": (0, 1), "gamma": (0, 1), "epochs": (1, 100), "minibatches": (1, 4096),
+    "lr_decay": (0, 1), "mask_share": (1e-6, 1), "unmask_steps": (1, 1e5), "log_steps": (1, 1e7),
 }  # fmt: skip
 
 
@@ -124,5 +180,19 @@ def check_config(config: Config) -> None:
             raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
         if config.k_samples == 1 and config.baseline_type != "ema" and not config.use_gae:
             raise UsageError(f"--k-samples 1 leaves {config.baseline_type} nothing to compare: use ema, or --use-gae")
-        if config.resume and config.log_dir is None:
-            raise UsageError("--resume needs the --log-dir of the run that is to go on")
+    if isinstance(config, TextConfig):
+        check_text(config)
+    if isinstance(config, ChessConfig | TextConfig) and config.resume and config.log_dir is None:
+        raise UsageError("--resume needs the --log-dir of the run that is to go on")
+
+
+def check_text(config: TextConfig) -> None:
+    """Raise UsageError for the first of text's options that does not fit another."""
+    if config.n_embd % config.n_head:
+        raise UsageError(f"--n-embd {config.n_embd} cannot be shared by --n-head {config.n_head}")
+    if config.horizon is not None and config.horizon >= config.block:
+        raise UsageError(f"--horizon {config.horizon} and the token before it do not fit into --block {config.block}")
+    if config.tokens == "gpt2" and config.vocabulary is None:
+        raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
+    if config.algo == "grpo" and config.k_samples == 1:
+        raise UsageError("--k-samples 1 leaves GRPO nothing to compare")

@@ -5,7 +5,7 @@ this departs from the usual GPT-2: positions come from the mask, so that padding
 prompt's keys and values stand in memory once, whatever the number of its completions.
 
     B prompts    K completions of each    N rows, a document each    T tokens    S tokens of a padded prompt
-    C width of the model    H heads    D = C / H width of a head    V vocabulary
+    C width of the model    H heads    D = C / H width of a head    R width of a latent    V vocabulary
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class GptConfig:
     n_positions: int = 1024
     vocab_size: int = 50257
     layer_norm_epsilon: float = 1e-5
+    latent: int = 0  # R of multi-head latent attention, which is no part of GPT-2; 0: GPT-2's own attention
 
 
 @dataclass
 class LayerCache:
-    """A layer's keys and values during generation."""
+    """What a layer keeps of the tokens: keys and values, or one latent (H = 1, D = R) that is both."""
 
-    prompt: tuple[Tensor, Tensor]  # (B, H, S, D) each: read by all K completions of a prompt
-    own: tuple[Tensor, Tensor]  # (B, K, H, new tokens, D) each: filled up to Cache.length
+    prompt: tuple[Tensor, ...]  # (B, H, S, D) each: read by all K completions of a prompt
+    own: tuple[Tensor, ...]  # (B, K, H, new tokens, D) each: filled up to Cache.length
 
 
 @dataclass
@@ -48,22 +49,40 @@ class Cache:
     length: int = 0  # tokens that every completion has by now
     layers: list[LayerCache] = field(default_factory=list)
 
-    def add_prompt(self, keys: Tensor, values: Tensor) -> None:
+    def add_prompt(self, *prompt: Tensor) -> None:
         """The next layer's (B, H, S, D), with room for the completions."""
-        B, H, _, D = keys.shape
-        room = keys.new_zeros(2, B, self.k, H, self.new_tokens, D)
-        self.layers.append(LayerCache((keys, values), (room[0], room[1])))
+        B, H, _, D = prompt[0].shape
+        own = tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in prompt)
+        self.layers.append(LayerCache(prompt, own))
 
     def keep(self, prompts: Tensor) -> None:
         """Forget the prompts, and their completions, that a (B,) of bool leaves out."""
         self.prompt_mask = self.prompt_mask[prompts]
         for layer in self.layers:
-            layer.prompt = (layer.prompt[0][prompts], layer.prompt[1][prompts])
-            layer.own = (layer.own[0][prompts], layer.own[1][prompts])
+            layer.prompt = tuple(part[prompts] for part in layer.prompt)
+            layer.own = tuple(part[prompts] for part in layer.own)
+
+    def attend(self, layer: int, q: Tensor, scale: float, *new: Tensor) -> Tensor:
+        """What queries (B, K, H, D) of a new token find, whose (B, K, H or 1, D) are kept too: (B, K, H, D)."""
+        kept, at = self.layers[layer], self.length
+        for own, part in zip(kept.own, new, strict=True):
+            own[:, :, :, at] = part
+        keys, values = kept.prompt[0], kept.prompt[-1]  # (B, H or 1, S, D)
+        own_keys, own_values = (part[:, :, :, : at + 1] for part in (kept.own[0], kept.own[-1]))  # (B, K, H or 1, t, D)
+
+        # The K queries of a prompt meet its keys in one product; nothing of the prompt is copied.
+        to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
+        to_prompt = to_prompt.masked_fill(~self.prompt_mask[:, None, None], -math.inf)
+        to_own = (q[:, :, :, None] @ own_keys.transpose(3, 4))[:, :, :, 0]  # (B, K, H, t)
+        weights = (torch.cat((to_prompt, to_own), 3) * scale).softmax(3)
+        on_prompt, on_own = weights.split((to_prompt.shape[3], at + 1), 3)
+        found: Tensor = (on_prompt.transpose(1, 2) @ values).transpose(1, 2)
+        found += (on_own[:, :, :, None] @ own_values)[:, :, :, 0]
+        return found
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Self-attention, over what the mask shows."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -89,18 +108,50 @@ class Attention(nn.Module):
     def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
         """One new token of every completion: x (B, K, C) -> (B, K, C)."""
         q, k, v = (part.unflatten(2, (self.heads, -1)) for part in self.c_attn(x).chunk(3, 2))  # (B, K, H, D)
-        at, (keys, values), (own_keys, own_values) = cache.length, cache.layers[layer].prompt, cache.layers[layer].own
-        own_keys[:, :, :, at], own_values[:, :, :, at] = k, v
-        own_keys, own_values = own_keys[:, :, :, : at + 1], own_values[:, :, :, : at + 1]  # (B, K, H, t, D)
-
-        # The K queries of a prompt meet its keys in one product; nothing of the prompt is copied.
-        to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
-        to_prompt = to_prompt.masked_fill(~cache.prompt_mask[:, None, None], -math.inf)
-        to_own = (q[:, :, :, None] @ own_keys.transpose(3, 4))[:, :, :, 0]  # (B, K, H, t)
-        weights = (torch.cat((to_prompt, to_own), 3) / math.sqrt(q.shape[3])).softmax(3)
-        on_prompt, on_own = weights.split((to_prompt.shape[3], at + 1), 3)
-        y = (on_prompt.transpose(1, 2) @ values).transpose(1, 2) + (on_own[:, :, :, None] @ own_values)[:, :, :, 0]
+        y = cache.attend(layer, q, 1 / math.sqrt(q.shape[3]), k, v)
         out: Tensor = self.c_proj(y.flatten(2))
+        return out
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), without its rotary part.
+
+    Of a token only c, of R numbers, is kept for all heads, where keys and values would be 2 C.
+    """
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        C, R = config.n_embd, config.latent
+        self.heads = config.n_head
+        self.w_dq, self.q_norm, self.w_uq = nn.Linear(C, R, bias=False), nn.RMSNorm(R), nn.Linear(R, C, bias=False)
+        self.w_dkv, self.kv_norm = nn.Linear(C, R, bias=False), nn.RMSNorm(R)
+        self.w_uk, self.w_uv = nn.Linear(R, C, bias=False), nn.Linear(R, C, bias=False)
+        self.c_proj = nn.Linear(C, C)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, T, C) -> queries (N, T, H, D), latents c (N, T, R)."""
+        q = self.w_uq(self.q_norm(self.w_dq(x))).unflatten(2, (self.heads, -1))
+        return q, self.kv_norm(self.w_dkv(x))
+
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
+        """As Attention's, but a cache has the latents alone."""
+        q, c = self.project(x)
+        if cache is not None:
+            cache.add_prompt(c[:, None])  # (B, 1, S, R)
+        if past is not None:
+            c = torch.cat((past.prompt[0][:, 0].repeat_interleave(len(x) // len(past.prompt[0]), 0), c), 1)
+        k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        """Absorbed: q (W_uk c) is (q W_uk) c, and a mean of W_uv c is W_uv of a mean: no keys or values are made."""
+        q, c = self.project(x)  # (B, K, H, D), (B, K, R)
+        w_uk, w_uv = (up.weight.unflatten(0, (self.heads, -1)) for up in (self.w_uk, self.w_uv))  # (H, D, R)
+        absorbed = torch.einsum("bkhd,hdr->bkhr", q, w_uk)
+        mean = cache.attend(layer, absorbed, 1 / math.sqrt(q.shape[3]), c[:, :, None])  # (B, K, H, R)
+        out: Tensor = self.c_proj(torch.einsum("bkhr,hdr->bkhd", mean, w_uv).flatten(2))
         return out
 
 
@@ -124,7 +175,7 @@ class Block(nn.Module):
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
+        self.attn = LatentAttention(config) if config.latent else Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = Mlp(config)
 
@@ -158,15 +209,16 @@ class GPT(nn.Module):
                 residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / residual)
 
-    def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
         """ids and mask (N, T), mask True where there is a token -> hidden states (N, T, C).
 
-        A cache, where there is one, takes the keys and values of these tokens: the prompts.
+        A cache, where there is one, takes the keys and values of these tokens: the prompts.  Not causal: every token
+        sees those after it too, as a denoiser has to.
         """
         T = ids.shape[1]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, T)
         x = self.wte(ids) + self.wpe(positions)  # (N, T, C)
-        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril(0 if causal else T)
         itself = torch.eye(T, dtype=torch.bool, device=ids.device)  # or padding would see nothing, and be NaN
         visible = (earlier & mask[:, None, None].bool()) | itself  # (N, 1, T, T)
         for block in self.h:

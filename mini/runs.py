@@ -14,21 +14,23 @@ from typing import Any
 
 import torch
 
-from mini.config import ChessConfig, UsageError
+from mini.config import ChessConfig, TextConfig, UsageError
 from mini.files import write_whole
 
-MAY_DIFFER = {"steps", "resume", "json", "control", "log_dir", "save_steps"}  # between a run and its resumption
+MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track"}
+# between a run and its resumption
 
 
-def settings(config: ChessConfig) -> dict[str, Any]:
+def settings(config: ChessConfig | TextConfig) -> dict[str, Any]:
     """The config as plain values."""
     return {name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(config).items()}  # fmt: skip
 
 
-def open_run(config: ChessConfig) -> Path:
+def open_run(config: ChessConfig | TextConfig) -> Path:
     """The run's folder: a new one, or with --resume the one that is there."""
-    folder = config.log_dir or Path("outputs") / f"mini-chess-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = "chess" if isinstance(config, ChessConfig) else "text"
+    folder = config.log_dir or Path("outputs") / f"mini-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not config.resume:
         if (folder / "checkpoint.pt").exists():
             raise UsageError(f"{folder} has a run in it already: add --resume, or choose another --log-dir")
@@ -38,13 +40,13 @@ def open_run(config: ChessConfig) -> Path:
     return folder
 
 
-def save_checkpoint(folder: Path, config: ChessConfig, state: Mapping[str, Any]) -> None:
+def save_checkpoint(folder: Path, config: ChessConfig | TextConfig, state: Mapping[str, Any]) -> None:
     """Replace the run's checkpoint."""
     content = {"config": settings(config), **state}
     write_whole(folder / "checkpoint.pt", lambda file: torch.save(content, file))
 
 
-def load_checkpoint(folder: Path, config: ChessConfig) -> dict[str, Any]:
+def load_checkpoint(folder: Path, config: ChessConfig | TextConfig) -> dict[str, Any]:
     """The run's checkpoint.  Raises UsageError if the run was another one."""
     path = folder / "checkpoint.pt"
     try:

@@ -27,6 +27,14 @@ from mini.rl import Baseline, KlController
 Item = TypeVar("Item")
 
 
+class LanguageModel(Protocol):
+    """What can be asked how likely a token is: GPT, or a reference that is none."""
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 class Task(Protocol[Item]):
     """What is to be learnt: a source of prompts, right answers (their end included), and a judge of completions."""
 
@@ -90,14 +98,14 @@ class Rows:
         return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
 
 
-def score(model: GPT, rows: Rows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities (n, T) of the completions' tokens, of all tokens (n, T, V), hidden states (n, T, C).
 
     A token is scored by the state of the token before it, so the first by the prompt's last.  A prompt is read once
     for all of its completions.  Padding gets 0: what the model thinks of it can be so unlikely that a ratio of it
     overflows, and inf times a mask of 0 is NaN.
     """
-    if rows.K == 1:
+    if rows.K == 1 or not isinstance(model, GPT):
         hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
     else:
         prompt_ids, prompt_mask = (part[:: rows.K, : rows.S] for part in (rows.ids, rows.mask))  # (n / K, S)
@@ -168,7 +176,7 @@ class Learner:
     """All that changes from step to step."""
 
     model: GPT
-    reference: GPT  # the frozen start, which alone does not change
+    reference: LanguageModel  # the frozen start, which alone does not change
     value_head: ValueHead | None
     optimizer: torch.optim.AdamW
     baseline: Baseline

@@ -107,6 +107,7 @@ def plain_loss(step: Step, kl_coef: float) -> dict[str, float]:
     c, sums, total = step.config, dict.fromkeys(("loss", "kl", "clip_share", "entropy", "value_loss"), 0.0), 0
     for n, (prompt, completion) in enumerate(documents(step.rows)):
         now = log_probs_of(step.learner.model, prompt + completion, c.temperature)
+        assert isinstance(step.learner.reference, GPT)
         start = log_probs_of(step.learner.reference, prompt + completion, c.temperature)
         ids = torch.tensor([prompt + completion])
         for t, token in enumerate(completion):
@@ -318,6 +319,7 @@ def test_the_start_stays_frozen() -> None:
     for _ in train(learner, CountSevens(), config, SAMPLING):
         pass
     start: GPT = small_model(spread=2)
+    assert isinstance(learner.reference, GPT)
     assert all(map(torch.equal, learner.reference.parameters(), start.parameters()))
     assert not all(map(torch.equal, learner.model.parameters(), start.parameters()))
 

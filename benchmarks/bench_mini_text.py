@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""`mini text` measured: what a step costs, and what each way of learning reaches.
+
+    python benchmarks/bench_mini_text.py                        speed, in about a minute
+    python benchmarks/bench_mini_text.py --parts runs           every way of learning over several seeds, a table
+
+speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT, which
+stands below: the same shape, windows and optimizer, in turns, several times over.  runs: the README's table, in
+Markdown; each run is the command that the table names.  Tables, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from mini.config import TextConfig  # noqa: E402
+from mini.model import GPT, GptConfig  # noqa: E402
+from mini.text_data import CharTokens, Counts, read_text  # noqa: E402
+from mini.text_task import LR, STEPS, make_learner  # noqa: E402
+from mini.train import Learner  # noqa: E402
+
+SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --block 128 --horizon 64 --iters 1000000"
+START = "--warm-steps 400 --warm-lr 1e-3"
+RUNS: dict[str, str] = {  # the README's rows
+    "supervised": "--algo supervised --batch 12 --lr 2e-3 --lr-decay 0.5 --seconds 240",
+    "GRPO from scratch": "--algo grpo --lr 1e-3 --beta-kl 0.3 --kl-warmup-tokens 0 --seconds 120",
+    "GRPO from a supervised start": f"--algo grpo --lr 3e-4 {START} --seconds 60",
+    "PPO from a supervised start": f"--algo ppo --gamma 0 --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
+    "denoise": "--algo denoise --batch 8 --lr 1e-3 --lr-decay 0.5 --seconds 60",
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to measure."""
+
+    parts: tuple[Literal["speed", "runs"], ...] = ("speed",)
+    repetitions: int = 7  # of each side, in turns
+    batch: int = 32  # windows
+    horizon: int = 64  # tokens of a window
+    data: Path | None = None  # of the runs; by default the text that comes with Python
+    rows: tuple[str, ...] = tuple(RUNS)
+    seeds: tuple[int, ...] = (1, 2, 3)
+    output_dir: Path = ROOT / "outputs" / "bench-mini-text"  # keeps the runs; a finished one is not run again
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A plain loop
+
+
+class PlainBlock(nn.Module):
+    """As one would write it without thinking of caches or padding."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, 2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class PlainGpt(nn.Module):
+    """The same shape as mini's."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.blocks = nn.Sequential(*(PlainBlock(config.n_embd, config.n_head) for _ in range(config.n_layer)))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe.weight[: ids.shape[1]]
+        return F.linear(self.ln_f(self.blocks(x)), self.wte.weight)
+
+
+def plain_step(model: PlainGpt, optimizer: torch.optim.AdamW, text: Tensor) -> None:
+    """Cross-entropy of the next token."""
+    logits = model(text[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def take_step(algo: str, learner: Learner, config: TextConfig, text: Tensor) -> dict[str, float]:
+    """One step of mini's."""
+    return STEPS[algo](learner, text, config)
+
+
+def speed(args: Args) -> dict[str, Any]:
+    """Processor seconds per 1,000 tokens of each step, in turns."""
+    text = read_text(None)
+    tokens = CharTokens(text)
+    ids = torch.tensor(tokens.encode(text))
+    shape = GptConfig(4, 4, 128, 128, tokens.size)
+    plain = PlainGpt(shape)
+    steps: dict[str, Callable[[Tensor], object]] = {
+        "plain loop": partial(plain_step, plain, torch.optim.AdamW(plain.parameters(), lr=3e-4, betas=(0.9, 0.95)))
+    }
+    for algo in STEPS:
+        for context in ("data", "model") if algo in ("grpo", "ppo") else ("data",):
+            config = TextConfig(algo=algo, context=context, n_embd=128, horizon=args.horizon)  # type: ignore[arg-type]
+            model = GPT(replace(shape, vocab_size=tokens.size + (algo == "denoise")))
+            learner = make_learner(model, Counts(ids, tokens.size), config, LR[algo])
+            name = f"{algo}, --context model" if context == "model" else algo
+            steps[name] = partial(take_step, algo, learner, config)
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(args.repetitions + 1):
+        window = ids[turn * 3000 :].unfold(0, args.horizon + 1, 7)[: args.batch]
+        for name, take in steps.items():
+            began = time.process_time()
+            take(window)
+            spent[name].append((time.process_time() - began) / (args.batch * args.horizon) * 1000)
+    spent = {name: values[1:] for name, values in spent.items()}  # the first round warms up
+    base = statistics.median(spent["plain loop"])
+    print(f"| {args.batch} x {args.horizon} characters a step | processor seconds per 1,000 | times the plain loop |\n"
+          "| --- | --- | --- |")  # fmt: skip
+    for name, values in spent.items():
+        middle = statistics.median(values)
+        print(f"| {name} | {middle:.3f} ({min(values):.3f} to {max(values):.3f}) | {middle / base:.2f} |")
+    return spent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def run(args: Args, row: str, seed: int) -> dict[str, Any]:
+    """A finished run's result."""
+    folder = args.output_dir / f"{row.replace(' ', '-')}-{seed}"
+    if not (folder / "result.json").is_file():
+        options = f"{SHAPE} {RUNS[row]} --seed {seed} --track none --json --log-dir".split()
+        command = [sys.executable, "-m", "mini", "text", *options, str(folder)]
+        command += ["--data", str(args.data)] if args.data else []
+        (folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was cut short
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+                              text=True, check=False)  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"{row}, seed {seed}: {done.stderr[-2000:]}")
+        (folder / "result.json").write_text(done.stdout.splitlines()[-1])
+    return dict(json.loads((folder / "result.json").read_text()))
+
+
+def runs(args: Args) -> dict[str, Any]:
+    """The README's table: each figure's mean over the seeds, and its range."""
+    results = {row: [run(args, row, seed) for seed in args.seeds] for row in args.rows}
+
+    def cell(values: list[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        return f"{statistics.fmean(known):.3f} ({min(known):.3f} to {max(known):.3f})" if known else ""
+
+    names = ("bits", "right", "p_right", "free_right", "masked_nats")
+    print("| | " + " | ".join(names) + " | options |\n" + "| --- " * (len(names) + 2) + "|")
+    for row, told in results.items():
+        for when in ("before", "after"):
+            cells = [cell([result[when].get(name) for result in told]) for name in names]
+            print(f"| {row}, {when} | " + " | ".join(cells) + f" | `{RUNS[row]}` |")
+    for name in ("commonest", "bigram"):
+        report = next(iter(results.values()))[0]["baselines"][name]
+        print(f"| {name} | " + " | ".join(f"{report[key]:.3f}" if key in report else "" for key in names) + " | |")
+    return results
+
+
+def main(args: Args) -> int:
+    """Measure and print."""
+    measures = {"speed": speed, "runs": runs}
+    results = {part: measures[part](args) for part in args.parts}
+    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), **results}, default=str))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

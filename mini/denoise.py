@@ -1,0 +1,67 @@
+"""A text learnt by filling gaps: a masked language model (BERT, 2018), sampled as in MaskGIT (2022).
+
+The last id of the vocabulary is the mask.  The model sees both sides of a gap, and is never asked to say the mask.
+
+    N windows    T tokens    m gaps    V vocabulary, without the mask
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mini.config import TextConfig
+from mini.model import GPT
+from mini.text_rl import descend
+from mini.train import Learner
+
+
+def fill(model: GPT, ids: Tensor) -> Tensor:
+    """ids (N, T) with gaps -> log-probabilities of what stands at each place: (N, T, V)."""
+    hidden = model(ids, torch.ones_like(ids, dtype=torch.bool), causal=False)
+    return model.logits(hidden)[:, :, :-1].log_softmax(2)
+
+
+def hide(model: GPT, text: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The text with gaps, and where they are: (N, T) each.  There is at least one."""
+    hidden = torch.rand(text.shape, generator=generator) < share
+    hidden[0, 0] |= ~hidden.any()
+    return text.masked_fill(hidden, model.config.vocab_size - 1), hidden
+
+
+def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
+    """Cross-entropy of the gaps alone."""
+    text = text[:, 1:]  # (N, T)
+    ids, hidden = hide(learner.model, text, config.mask_share, learner.generator)
+    loss = F.nll_loss(fill(learner.model, ids)[hidden], text[hidden])
+    learner.tokens += text.numel()
+    return {"loss": loss.item(), "grad_norm": descend(learner, loss, config)}
+
+
+@torch.no_grad()
+def left_to_right(model: GPT, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What a denoiser gives for the next token when all after it is hidden: log-probabilities (N, V), right ids (N,).
+
+    One random place of each window (N, 1 + T), its first token excepted, which the other algorithms are given too.
+    """
+    at = torch.randint(1, text.shape[1], (len(text), 1), generator=generator)  # (N, 1)
+    ids = text.masked_fill(torch.arange(text.shape[1]) >= at, model.config.vocab_size - 1)
+    return fill(model, ids)[torch.arange(len(text)), at[:, 0]], text.gather(1, at)[:, 0]
+
+
+@torch.no_grad()
+def unmask(model: GPT, N: int, T: int, steps: int, generator: torch.Generator) -> Tensor:
+    """(N, T) from gaps alone: in each step all are filled, and a growing share stays, the surest first."""
+    mask_id = model.config.vocab_size - 1
+    ids = torch.full((N, T), mask_id)
+    for step in range(1, steps + 1):
+        log_probs = fill(model, ids)  # (N, T, V)
+        drawn = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator).view(N, T)
+        filled = torch.where(ids == mask_id, drawn, ids)
+        sure = log_probs.gather(2, filled[:, :, None])[:, :, 0].masked_fill(ids != mask_id, math.inf)
+        kept = sure.topk(math.ceil(T * step / steps), 1).indices
+        ids = torch.full((N, T), mask_id).scatter(1, kept, filled.gather(1, kept))
+    return ids

@@ -1,0 +1,117 @@
+"""A text as token ids: what is trained on, what is held out, and what can be foretold without any network.
+
+B windows    T tokens to be foretold, behind one that is given    V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import methodcaller
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mini.config import TextConfig, UsageError
+from mini.files import write_whole
+from mini.tokens import BpeTokens
+
+HELD_OUT = 10  # the last tenth
+
+
+class CharTokens:
+    """A token for each character of a text, in the order of their code points."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self.size = len(self.alphabet)
+        self._ids = {character: i for i, character in enumerate(self.alphabet)}
+
+    def encode(self, text: str) -> list[int]:
+        """A token a character."""
+        return [self._ids[character] for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of any ids."""
+        return "".join(self.alphabet[i] for i in ids)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in tokens."""
+
+    tokens: CharTokens | BpeTokens
+    train: Tensor  # ids
+    held_out: Tensor  # ids
+
+    def held_out_windows(self, T: int, count: int) -> Tensor:
+        """At most so many, evenly spread, none overlapping in what is to be foretold: (B, T + 1)."""
+        every = self.held_out.unfold(0, T + 1, T)
+        return every[torch.linspace(0, len(every) - 1, min(count, len(every))).long()]
+
+
+def draw_windows(ids: Tensor, T: int, count: int, generator: torch.Generator) -> Tensor:
+    """Windows from anywhere in the ids: (B, T + 1).  cpp/train.cpp draws the same ones."""
+    starts = torch.randint(len(ids) - T, (count,), generator=generator)
+    return ids.unfold(0, T + 1, 1)[starts]
+
+
+def read_text(path: Path | None) -> str:
+    """A file's text, or 465 KB of English and code that every Python brings along."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics.values())
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--data {path} is no UTF-8 text") from None
+
+
+def build_corpus(config: TextConfig, T: int, folder: Path) -> Corpus:
+    """The text of --data, whose ids are written to tokens.bin: 16 bits each, the lower byte first.
+
+    A run that is resumed has them there already; raises UsageError if the text has changed since.
+    """
+    text = read_text(config.data)
+    tokens = CharTokens(text) if config.tokens == "char" or config.vocabulary is None else BpeTokens(config.vocabulary)
+    ids = torch.tensor(tokens.encode(text))
+    if len(ids) < HELD_OUT * (T + 2) or tokens.size > 2**16:
+        raise UsageError(f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
+                         f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most")  # fmt: skip
+    data = ids.to(torch.uint16).numpy().astype("<u2").tobytes()
+    if config.resume and (folder / "tokens.bin").read_bytes() != data:
+        raise UsageError(f"the text is not the one that the run in {folder} began with")
+    write_whole(folder / "tokens.bin", methodcaller("write", data))
+    split = len(ids) - len(ids) // HELD_OUT
+    return Corpus(tokens, ids[:split], ids[split:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Baselines that count
+
+
+class Counts(nn.Module):
+    """Log-probabilities from counts of the training text, with one added to each (Laplace).
+
+    Asked like a GPT, and so a reference for it: the hidden state of a token is its row, and a token knows nothing of
+    those before it, let alone after.  Of byte pairs most are never seen, so the counts are kept sparse.
+    """
+
+    def __init__(self, ids: Tensor, V: int, bigram: bool = True) -> None:
+        super().__init__()
+        self.V, self.bigram = V, bigram
+        before = ids[:-1] if bigram else torch.zeros_like(ids[:-1])
+        pairs = torch.stack((before, ids[1:]))
+        self.counts = torch.sparse_coo_tensor(pairs, torch.ones(len(ids) - 1), (V, V), check_invariants=True).coalesce()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(N, T) -> (N, T)."""
+        return ids if self.bigram else torch.zeros_like(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows (N, T) -> log-probabilities (N, T, V)."""
+        rows: Tensor = self.counts.index_select(0, hidden.flatten()).to_dense() + 1
+        return (rows / rows.sum(1, keepdim=True)).log().view(*hidden.shape, self.V)

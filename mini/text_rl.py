@@ -1,0 +1,148 @@
+"""A text learnt from rewards for each token: GRPO, and PPO with a critic.
+
+A rollout says at each place of a window which token comes next, and is rewarded where the text says the same.  With
+`--context data` it reads the text's own tokens, whatever it said before.  With `--context model` it reads what it
+wrote, as in RL of language models; but a text that has once gone another way is never met again, so that all that pays
+is the commonest token of all.  report_collapse (text_task.py) names that.
+
+    B windows    K rollouts of each    R contexts: B, or B * K with --context model    T tokens
+    A tokens chosen at each place of a context: K, or 1 with --context model    V vocabulary
+
+Numbers in brackets are those of the formulas in README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mini import rl
+from mini.config import TextConfig
+from mini.generate import Sampling, generate
+from mini.train import Learner, Rows, score
+
+NO_END = -1  # an id that no token has: a text does not end
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the model read, what it said came next, and what does."""
+
+    rows: Rows  # (R, 1 + T)
+    chosen: Tensor  # (R, T, A)
+    right: Tensor  # (R, T)
+
+
+def whole_rows(text: Tensor) -> Rows:
+    """Windows (N, 1 + T) as a token that is given and T that are scored."""
+    return Rows(text, torch.ones_like(text, dtype=torch.bool), 1)
+
+
+@torch.no_grad()
+def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
+    """K rollouts of each window (B, 1 + T) under the policy as it is."""
+    K, right = config.k_samples, text[:, 1:]
+    if config.context == "model":
+        sampling = Sampling(max_new_tokens=right.shape[1])
+        rows = Rows.of_completions(
+            generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
+        )
+        return Rollouts(rows, rows.ids[:, 1:, None], right.repeat_interleave(K, 0))
+    probs = score(learner.model, whole_rows(text), 1.0)[1].exp()  # (B, T, V)
+    chosen = torch.multinomial(probs.flatten(0, 1), K, replacement=True, generator=learner.generator)
+    return Rollouts(whole_rows(text), chosen.unflatten(0, right.shape), right)
+
+
+def token_rewards(rollouts: Rollouts, log_probs: Tensor, config: TextConfig) -> Tensor:
+    """(R, T, A) from the policy's log_probs (R, T, V): 1 for the right token, else 0, or -1 with pm1; partial credit.
+
+    The credit depends on the context alone.  Where a group shares that (`--context data`), it cancels out.
+    """
+    right = rollouts.right[:, :, None]
+    hit = (rollouts.chosen == right).float()  # (R, T, A)
+    credit = config.partial_logprob * log_probs.detach().gather(2, right)  # (R, T, 1)
+    return (2 * hit - 1 if config.reward_mode == "pm1" else hit) + credit  # (17)
+
+
+def group_advantages(baseline: rl.Baseline, rewards: Tensor, K: int) -> Tensor:
+    """Each reward against the mean of its group at the same place of the window: (R, T, A) -> (R, T, A)."""
+    R, T, A = rewards.shape
+    groups = rewards.view(R * A // K, K // A, T, A).transpose(1, 2)  # (B, T, K / A, A)
+    return baseline.advantages(groups.reshape(-1, K)).view_as(groups).transpose(1, 2).reshape(R, T, A)
+
+
+def descend(learner: Learner, loss: Tensor, config: TextConfig) -> float:
+    """An optimizer step.  Returns the gradient's norm."""
+    learner.optimizer.zero_grad()
+    loss.backward()
+    trained = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
+    norm = nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+    learner.optimizer.step()
+    return norm.item()
+
+
+def supervised_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
+    """Likelihood: every token of the windows (B, 1 + T), by cross-entropy."""
+    loss = -score(learner.model, whole_rows(text), 1.0)[0].mean()
+    learner.tokens += text[:, 1:].numel()
+    return {"loss": loss.item(), "grad_norm": descend(learner, loss, config)}
+
+
+def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
+    """One update, so that the ratio is 1 and nothing is clipped.  The KL divergence is exact, over the vocabulary."""
+    rollouts = roll_out(learner, text, config)
+    _, log_probs, _ = score(learner.model, rollouts.rows, 1.0)  # (R, T, V)
+    lp = log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+    rewards = token_rewards(rollouts, log_probs, config)
+    advantages = group_advantages(learner.baseline, rewards, config.k_samples)
+    kl_coef = rl.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
+    kl = divergence(learner, rollouts.rows, log_probs).mean()
+    loss = rl.policy_loss(lp, lp.detach(), advantages, config.clip_range).mean() + kl_coef * kl  # (18)
+    learner.tokens += lp.numel()
+    return {"loss": loss.item(), "reward": rewards.mean().item(), "kl": kl.item(), "kl_coef": kl_coef,
+            "entropy": rl.entropy(log_probs.detach()).mean().item(),
+            "grad_norm": descend(learner, loss, config)}  # fmt: skip
+
+
+def divergence(learner: Learner, rows: Rows, log_probs: Tensor) -> Tensor:
+    """KL(policy || reference) at each place: (R, T, V) -> (R, T)."""
+    with torch.no_grad():
+        reference = score(learner.reference, rows, 1.0)[1]
+    return rl.exact_kl(log_probs, reference)
+
+
+def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
+    """Actor and critic share the network below the value head, which has a learning rate of its own."""
+    assert learner.value_head is not None
+    rollouts = roll_out(learner, text, config)
+    with torch.no_grad():
+        _, log_probs, hidden = score(learner.model, rollouts.rows, 1.0)
+        old = log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+        rewards = token_rewards(rollouts, log_probs, config)
+        values = learner.value_head(hidden)[:, :, None].expand_as(rewards)  # before the token is chosen
+        paid, expected = (part.transpose(1, 2).flatten(0, 1) for part in (rewards, values))  # (R * A, T)
+        advantages = rl.gae(paid, expected, torch.ones_like(paid), config.gamma, config.gae_lambda)
+        advantages = advantages.unflatten(0, (-1, rewards.shape[2])).transpose(1, 2)  # (R, T, A)
+        returns = advantages + values
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    kl_coef = rl.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
+    sums, count = dict.fromkeys(("loss", "value_loss", "kl", "clip_share", "grad_norm"), 0.0), 0
+    for _ in range(config.epochs):
+        for chosen in torch.randperm(len(old), generator=learner.generator).chunk(config.minibatches):
+            rows = Rows(rollouts.rows.ids[chosen], rollouts.rows.mask[chosen], 1)
+            _, log_probs, hidden = score(learner.model, rows, 1.0)  # (r, T, V)
+            lp = log_probs.gather(2, rollouts.chosen[chosen])  # (r, T, A)
+            kl = divergence(learner, rows, log_probs).mean()
+            value_loss = ((learner.value_head(hidden)[:, :, None] - returns[chosen]) ** 2).mean()
+            policy = rl.policy_loss(lp, old[chosen], advantages[chosen], config.clip_range).mean()
+            loss = policy + kl_coef * kl + config.value_loss_coef * value_loss
+            clipped = rl.is_clipped(lp, old[chosen], advantages[chosen], config.clip_range).float().mean()
+            norm = descend(learner, loss, config)
+            for name, value in (("loss", loss.item()), ("value_loss", value_loss.item()), ("kl", kl.item()),
+                                ("clip_share", clipped.item()), ("grad_norm", norm)):  # fmt: skip
+                sums[name] += value
+            count += 1
+    learner.tokens += old.numel()
+    return {name: value / count for name, value in sums.items()} | {"reward": rewards.mean().item(), "kl_coef": kl_coef}

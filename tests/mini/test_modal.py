@@ -1,0 +1,87 @@
+"""mini/modal_app.py without an account: a module stands in for Modal's, and the function runs here."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.mini.helpers import ROOT
+
+
+class Stub:
+    """Takes any call and any method, and remembers the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, arguments, options))
+            decorates = name in ("function", "local_entrypoint")
+            return (lambda function: function) if decorates else self
+
+        return call
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Stub]]]:
+    """Import the file as `modal run` would, with these words on the command line."""
+
+    def load(*words: str) -> tuple[Any, Stub]:
+        stub, module = Stub(), ModuleType("modal")
+        for name in ("App", "Image", "Volume", "Secret", "is_local"):
+            made = stub if name in ("Image", "Volume", "Secret") else lambda *_, **__: stub
+            setattr(module, name, made)
+        monkeypatch.setitem(sys.modules, "modal", module)
+        monkeypatch.setattr(sys, "argv", ["modal", *words])
+        monkeypatch.delitem(sys.modules, "mini.modal_app", raising=False)
+        file = importlib.import_module("mini.modal_app")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(file, "HOME", tmp_path)
+        return file, stub
+
+    yield load
+    sys.modules.pop("mini.modal_app", None)
+
+
+def called(stub: Stub, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return next(call[1:] for call in stub.calls if call[0] == name)
+
+
+def test_the_image_has_what_pyproject_pins(imported: Callable[..., tuple[Any, Stub]]) -> None:
+    pins, _ = called(imported()[1], "pip_install")
+    text = (ROOT / "pyproject.toml").read_text()
+    assert [re.split("==", pin)[0] for pin in pins] == ["torch", "safetensors", "numpy", "tensorboard", "tyro", "chess",
+                                                       "tiktoken", "wandb"]  # fmt: skip
+    assert all(pin in text for pin in pins[:-1])
+
+
+def test_a_secret_is_asked_for_with_wandb_only(imported: Callable[..., tuple[Any, Stub]]) -> None:
+    assert called(imported("--algo", "grpo")[1], "function")[1]["secrets"] == []
+    _, stub = imported("--track", "wandb")
+    assert len(called(stub, "function")[1]["secrets"]) == 1
+    assert called(stub, "from_name") == (("mini-outputs",), {"create_if_missing": True})
+    assert ("from_name", ("wandb",), {"required_keys": ["WANDB_API_KEY"]}) in stub.calls
+
+
+def test_the_functions_body_trains_and_keeps_what_it_wrote(
+    imported: Callable[..., tuple[Any, Stub]], tmp_path: Path
+) -> None:
+    file, stub = imported()
+    (tmp_path / "text.txt").write_text("the cat sat on the mat; " * 40)
+    tiny = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --iters 2 --held-out 4 --data text.txt --track none"
+    assert file.train(tiny.split()) == 0
+    assert len(list(tmp_path.glob("outputs/mini-text-*/checkpoint.pt"))) == 1
+    assert stub.calls[-1][0] == "commit"
+    assert file.train(["--data", "missing.txt"]) == 2
+    assert [call[0] for call in stub.calls].count("commit") == 2

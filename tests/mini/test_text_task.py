@@ -1,0 +1,160 @@
+"""The command as its user runs it: reports, resumption, aliases, and what is said to bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini.__main__ import main, parse_arguments
+from mini.config import TextConfig
+from mini.model import GPT, GptConfig
+from mini.text_data import CharTokens, Corpus
+from mini.text_task import Report, collapse, evaluate, foretold, summary, with_defaults
+
+SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --latent 4"
+TINY = SHAPE + " --iters 4 --batch-size 4 --held-out 8 --track none --log-steps 1"
+TEXT = "the cat sat on the mat; " * 60
+
+
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: object, name: str = "run") -> dict[str, Any]:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["text", *TINY.split(), "--data", tmp_path / "text.txt", "--log-dir", tmp_path / name, "--json", *options]
+    assert main([str(word) for word in words]) == 0
+    return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("algo", ["supervised", "grpo", "ppo", "denoise"])
+def test_every_algorithm_reports_before_after_and_baselines(
+    algo: str, attention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(tmp_path, capsys, "--algo", algo, "--attention", attention)
+    assert {"before", "after", "baselines", "seconds"} <= result.keys()
+    for report in (result["before"], result["after"]):
+        assert {"bits", "right", "p_right", "sample"} <= report.keys()
+        assert len(report["sample"]) == 8
+    baselines = {"commonest", "bigram"} | ({"supervised"} if algo != "supervised" else set())
+    assert set(result["baselines"]) == baselines
+    assert result["before"]["bits"] == pytest.approx(math.log2(len(set(TEXT))), abs=0.2)
+    assert result["before"] != result["after"]
+
+
+def test_byte_pairs_are_reported_by_the_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All bytes and one pair, in the form of GPT-2's files: two `th` in 24 characters make 22 tokens of them."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    (tmp_path / "encoder.json").write_text(json.dumps({text: i for i, text in enumerate([*letters, "th"])}))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\nt h\n")
+    result = run(tmp_path, capsys, "--algo", "grpo", "--tokens", "gpt2", "--vocabulary", tmp_path)
+    assert result["before"]["bits"] == pytest.approx(math.log2(258) * 22 / 24, abs=0.3)
+    assert result["baselines"]["bigram"]["bits"] < result["baselines"]["commonest"]["bits"]
+
+
+def test_bits_per_character_by_hand() -> None:
+    """Four tokens with chances of a half, a quarter, an eighth and 1: 1 + 2 + 3 + 0 bits of four characters."""
+    corpus = Corpus(CharTokens("ab"), torch.zeros(1), torch.zeros(1))
+    tokens = torch.tensor([[math.log(p), p > 0.4] for p in (0.5, 0.25, 0.125, 1.0)])
+    expected = {"bits": 1.5, "right": 0.5, "p_right": 1.875 / 4}
+    assert summary(tokens, torch.tensor([0, 1, 1, 0]), corpus) == pytest.approx(expected)
+
+
+def test_a_model_is_judged_token_by_token_as_alone() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(GptConfig(1, 2, 16, 32, 3)), torch.randint(3, (100,))
+    corpus = Corpus(CharTokens("abc"), ids, ids)
+    windows = corpus.held_out_windows(6, 5)
+    bits, hits = 0.0, 0.0
+    for window in windows:
+        probs = model.logits(model(window[None, :-1], torch.ones(1, 6)))[0].softmax(1)
+        bits -= sum(math.log2(probs[t, token].item()) for t, token in enumerate(window[1:].tolist()))
+        hits += sum(int(probs[t].argmax()) == token for t, token in enumerate(window[1:].tolist()))
+    report = foretold(model, windows, corpus)
+    assert (report["bits"], report["right"]) == pytest.approx((bits / 30, hits / 30))
+
+
+def test_a_collapse_is_named() -> None:
+    """A model whose every state points at one letter, and the same model with no such wish."""
+    torch.manual_seed(0)
+    ids = torch.randint(4, (400,))
+    corpus, config = Corpus(CharTokens("abcd"), ids, ids), TextConfig()
+    model = GPT(GptConfig(1, 2, 16, 32, 4))
+    assert collapse(evaluate(model, corpus, 8, config)) is None
+    with torch.no_grad():
+        model.ln_f.bias.copy_(50 * model.wte.weight[2])
+        model.wte.weight[2] *= 100
+    said = collapse(evaluate(model, corpus, 8, config))
+    assert said is not None
+    assert said.startswith("collapsed: 100% of what the model writes is 'c', which is 2")
+
+
+def test_free_rollouts_collapse_to_the_commonest_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Letters drawn at random, a third of them 'e': where nothing can be foretold, always saying it pays best."""
+    draws = torch.randint(12, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "random.txt").write_text("".join("eeeeabcdfghi"[i] for i in draws))
+    words = ["--algo", "grpo", "--context", "model", "--data", tmp_path / "random.txt", "--lr", "3e-2", "--iters", "60",
+             "--batch", "16", "--beta-kl", "0", "--k-samples", "8"]  # fmt: skip
+    result: Report = run(tmp_path, capsys, *words)
+    assert result["collapse"] is not None
+    assert result["after"]["commonest"] == "e"
+    assert result["after"]["bits"] > result["baselines"]["commonest"]["bits"]
+
+
+@pytest.mark.parametrize("options", [["--algo", "supervised"], ["--algo", "ppo", "--reference", "random"]], ids=str)
+def test_a_resumed_run_has_the_same_numbers(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*options, "--no-control", "--warm-steps", "2"]
+    whole = run(tmp_path, capsys, *options)
+    run(tmp_path, capsys, *options, "--iters", 2, name="other")
+    resumed = run(tmp_path, capsys, *options, "--resume", name="other")
+    assert (resumed["before"], resumed["after"]) == (whole["before"], whole["after"])
+    states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("run", "other")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_aliases_and_underscores() -> None:
+    words = "text --algo grpo --batch 7 --ref_type=random --neg_reward --beta_kl 0.5 --kl_warmup_tokens 9 --k_samples 3"
+    config = parse_arguments(words.split())
+    assert isinstance(config, TextConfig)
+    assert (config.batch_size, config.reference, config.reward_mode) == (7, "random", "pm1")
+    assert (config.beta_kl, config.kl_warmup_tokens, config.k_samples) == (0.5, 9, 3)
+
+
+@pytest.mark.parametrize(("options", "horizon", "lr"), [
+    ({"algo": "supervised"}, 70, 3e-4), ({"algo": "grpo"}, 70, 1e-5), ({"algo": "ppo"}, 32, 3e-5),
+    ({"algo": "grpo", "tokens": "gpt2"}, 32, 1e-5), ({"algo": "denoise", "horizon": 5, "lr": 0.1}, 5, 0.1),
+], ids=str)  # fmt: skip
+def test_defaults_that_depend_on_the_algorithm(options: dict[str, Any], horizon: int, lr: float) -> None:
+    config = with_defaults(TextConfig(**options))
+    assert (config.horizon, config.lr) == (horizon, lr)
+
+
+@pytest.mark.parametrize(("options", "complaint"), [
+    ("--horizon 256", "--horizon 256 and the token before it do not fit into --block 256"),
+    ("--n-embd 50 --n-head 3", "--n-embd 50 cannot be shared by --n-head 3"),
+    ("--tokens gpt2", "--tokens gpt2 needs --vocabulary"),
+    ("--algo grpo --k-samples 1", "--k-samples 1 leaves GRPO nothing to compare"),
+    ("--data missing.txt", "--data missing.txt: No such file or directory"),
+    ("--data {bytes}", "is no UTF-8 text"),
+    ("--data {short}", "the text has 5 tokens"),
+    ("--block 60", "--block 60 has no room for windows of 70 tokens"),
+    ("--mask-share 2", "--mask-share must lie between"),
+    ("--resume", "--resume needs the --log-dir"),
+    ("--algo magic", "magic"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(
+    options: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short").write_text("hello")
+    words = options.format(bytes=tmp_path / "bytes", short=tmp_path / "short").split()
+    assert main(["text", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert complaint in said
+    assert len(said.splitlines()) == 1
