@@ -10,7 +10,7 @@ usage() {
     cat <<'END'
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent when nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the environment that is active: a container, conda, a virtual environment
-./setup.sh --with GROUP [CMD..]  the same with one of pyproject.toml's groups of optional packages: notebook, openenv
+./setup.sh --with GROUP [CMD..]  the same with one of the optional groups of pyproject.toml: notebook, openenv, cloud
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first on PATH that fits

@@ -2,11 +2,11 @@
 """`mini text` measured: what a step costs, and what each way of learning reaches.
 
     python benchmarks/bench_mini_text.py                        speed, in about a minute
-    python benchmarks/bench_mini_text.py --parts runs           every way of learning over several seeds, a table
+    python benchmarks/bench_mini_text.py --parts runs --figure docs/mini_text.svg     every way of learning, a table
 
 speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT, which
 stands below: the same shape, windows and optimizer, in turns, several times over.  runs: the README's table, in
-Markdown; each run is the command that the table names.  Tables, then one JSON line.
+Markdown, over several seeds; each run is the command that the table names.  Tables, then one JSON line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,13 +40,16 @@ from mini.train import Learner  # noqa: E402
 
 SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --block 128 --horizon 64 --iters 1000000"
 START = "--warm-steps 400 --warm-lr 1e-3"
-RUNS: dict[str, str] = {  # the README's rows
+RUNS = {  # the README's rows: options
     "supervised": "--algo supervised --batch 12 --lr 2e-3 --lr-decay 0.5 --seconds 240",
     "GRPO from scratch": "--algo grpo --lr 1e-3 --beta-kl 0.3 --kl-warmup-tokens 0 --seconds 120",
+    "GRPO from scratch, own context": "--algo grpo --context model --lr 1e-3 --seconds 60",
     "GRPO from a supervised start": f"--algo grpo --lr 3e-4 {START} --seconds 60",
     "PPO from a supervised start": f"--algo ppo --gamma 0 --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
+    "PPO with gamma 1": f"--algo ppo --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
     "denoise": "--algo denoise --batch 8 --lr 1e-3 --lr-decay 0.5 --seconds 60",
 }
+COLOURS = ("#57606a", "#1a7f37", "#bc4c00", "#0969da", "#8250df", "#d4a72c")  # of the rows in turn, but for denoise
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class Args:
     data: Path | None = None  # of the runs; by default the text that comes with Python
     rows: tuple[str, ...] = tuple(RUNS)
     seeds: tuple[int, ...] = (1, 2, 3)
+    jobs: int = 1  # runs at a time, with a thread each
     output_dir: Path = ROOT / "outputs" / "bench-mini-text"  # keeps the runs; a finished one is not run again
+    figure: Path | None = None  # docs/mini_text.svg; needs ./setup.sh --with notebook
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,9 +176,41 @@ def run(args: Args, row: str, seed: int) -> dict[str, Any]:
     return dict(json.loads((folder / "result.json").read_text()))
 
 
+def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Each run as an arrow from before to after, and dashed where likelihood goes from there in the same time."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"}
+    _, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for (row, told), colour in zip(results.items(), COLOURS, strict=False):
+        if row == "denoise":  # next tokens are not what it is trained on
+            continue
+        for one in told:
+            ends = {"-": one["after"]} | ({":": one["baselines"]["supervised"]} if START in RUNS[row] else {})
+            for dashes, end in ends.items():
+                arrow = {"arrowstyle": "->", "color": colour if dashes == "-" else COLOURS[0], "linestyle": dashes}
+                place, was = ((report["bits"], report["p_right"]) for report in (end, one["before"]))
+                axes.annotate("", place, was, arrowprops={**arrow, "shrinkA": 0, "shrinkB": 0})
+        axes.plot([], [], color=colour, label=row)
+    for name in ("commonest", "bigram"):
+        report = next(iter(results.values()))[0]["baselines"][name]
+        axes.plot(report["bits"], report["p_right"], "o", color="black")
+        axes.annotate(f"  {name}", (report["bits"], report["p_right"]))
+    axes.plot([], [], ":", color=COLOURS[0], label="likelihood from there, as long")
+    axes.set(xscale="log", xlim=(2.3, 14), ylim=(0, 0.4), ylabel="probability of the right character, held out",
+             xlabel="bits per character, held out: to the left is better")  # fmt: skip
+    axes.set_xticks(ticks := [2.5, 3, 4, 5, 6, 8, 10, 12], [*map(str, ticks)], minor=False)
+    axes.minorticks_off()
+    axes.legend()
+    plt.savefig(path, metadata={"Date": None})
+
+
 def runs(args: Args) -> dict[str, Any]:
     """The README's table: each figure's mean over the seeds, and its range."""
-    results = {row: [run(args, row, seed) for seed in args.seeds] for row in args.rows}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = {row: [pool.submit(run, args, row, seed) for seed in args.seeds] for row in args.rows}
+        results = {row: [job.result() for job in told] for row, told in jobs.items()}
 
     def cell(values: list[float | None]) -> str:
         known = [value for value in values if value is not None]
@@ -187,6 +225,8 @@ def runs(args: Args) -> dict[str, Any]:
     for name in ("commonest", "bigram"):
         report = next(iter(results.values()))[0]["baselines"][name]
         print(f"| {name} | " + " | ".join(f"{report[key]:.3f}" if key in report else "" for key in names) + " | |")
+    if args.figure:
+        draw(results, args.figure)
     return results
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 import modal
 
 HOME = Path("/")  # where a run's outputs/ are: on the volume
-NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "chess", "tiktoken")
+NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "chess", "tiktoken", "wandb")
 
 
 def pinned() -> list[str]:
     """What mini needs, in the versions of pyproject.toml; nothing in the cloud, where the image is already built."""
     if not modal.is_local():
         return []
-    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())
-    pins = [*project["dependency-groups"]["torch-cpu"], *project["dependency-groups"]["stack"]]
+    groups = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["dependency-groups"]
+    pins = [*groups["torch-cpu"], *groups["stack"], *groups["cloud"]]
     return [pin.partition("+")[0] for pin in pins if pin.partition("==")[0] in NEEDED]
 
 
@@ -35,7 +35,7 @@ app = modal.App("mini")
 volume = modal.Volume.from_name("mini-outputs", create_if_missing=True)
 image = (
     modal.Image.debian_slim(python_version="3.11")
-    .pip_install(*pinned(), "wandb", extra_index_url="https://download.pytorch.org/whl/cpu")
+    .pip_install(*pinned(), extra_index_url="https://download.pytorch.org/whl/cpu")
     .add_local_python_source("mini")
 )
 secrets = [modal.Secret.from_name("wandb", required_keys=["WANDB_API_KEY"])] if "wandb" in sys.argv else []

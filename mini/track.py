@@ -54,7 +54,7 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise UsageError("--track wandb: wandb is not installed (pip install wandb)") from None
+            raise UsageError("--track wandb: wandb is not installed (./setup.sh --with cloud)") from None
         try:
             self.run = wandb.init(project="mini", id=folder.name, name=folder.name, dir=str(folder),
                                   config=dict(settings), resume="allow" if first_step else None)  # fmt: skip

@@ -120,6 +120,7 @@ struct Gpt {
 
 void train(const std::string& folder, const Config& config, int64_t steps) {
     if (config.word("attention") != "mha") throw std::runtime_error("only --attention mha is known here");
+    if (config.number("lr_decay") != 0) throw std::runtime_error("only --lr-decay 0 is known here");
     const auto ids = read_tokens(folder + "/tokens.bin");
     const Gpt model(folder + "/start.pt", config.integer("n_head"));
     const auto B = config.integer("batch_size"), T = config.integer("horizon");
