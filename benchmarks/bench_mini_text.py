@@ -42,12 +42,12 @@ SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --block 128 --horizon 64 --iters 10
 START = "--warm-steps 400 --warm-lr 1e-3"
 RUNS = {  # the README's rows: options
     "supervised": "--algo supervised --batch 12 --lr 2e-3 --lr-decay 0.5 --seconds 240",
-    "GRPO from scratch": "--algo grpo --lr 1e-3 --beta-kl 0.3 --kl-warmup-tokens 0 --seconds 120",
-    "GRPO from scratch, own context": "--algo grpo --context model --lr 1e-3 --seconds 60",
+    "GRPO from scratch": "--algo grpo --lr 1e-3 --beta-kl 0.3 --kl-warmup-tokens 0 --warm-lr 1e-3 --seconds 120",
+    "GRPO from scratch, own context": "--algo grpo --context model --lr 1e-3 --warm-lr 1e-3 --seconds 60",
     "GRPO from a supervised start": f"--algo grpo --lr 3e-4 {START} --seconds 60",
     "PPO from a supervised start": f"--algo ppo --gamma 0 --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
     "PPO with gamma 1": f"--algo ppo --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
-    "denoise": "--algo denoise --batch 8 --lr 1e-3 --lr-decay 0.5 --seconds 60",
+    "denoise": "--algo denoise --batch 8 --lr 1e-3 --warm-lr 1e-3 --lr-decay 0.5 --seconds 60",
 }
 COLOURS = ("#57606a", "#1a7f37", "#bc4c00", "#0969da", "#8250df", "#d4a72c")  # of the rows in turn, but for denoise
 
@@ -162,17 +162,18 @@ def speed(args: Args) -> dict[str, Any]:
 
 def run(args: Args, row: str, seed: int) -> dict[str, Any]:
     """A finished run's result."""
-    folder = args.output_dir / f"{row.replace(' ', '-')}-{seed}"
-    if not (folder / "result.json").is_file():
-        options = f"{SHAPE} {RUNS[row]} --seed {seed} --track none --json --log-dir".split()
-        command = [sys.executable, "-m", "mini", "text", *options, str(folder)]
-        command += ["--data", str(args.data)] if args.data else []
+    words = f"{SHAPE} {RUNS[row]} --seed {seed} --track none --json --log-dir".split()
+    words += [str(folder := args.output_dir / f"{row.replace(' ', '-')}-{seed}")]
+    words += ["--data", str(args.data)] if args.data else []
+    known = folder / "words"  # of the run whose result stands there
+    if not (known.is_file() and known.read_text().split("\n") == words):
         (folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was cut short
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        done = subprocess.run([sys.executable, "-m", "mini", "text", *words], cwd=ROOT, capture_output=True, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
         if done.returncode:
             raise SystemExit(f"{row}, seed {seed}: {done.stderr[-2000:]}")
         (folder / "result.json").write_text(done.stdout.splitlines()[-1])
+        known.write_text("\n".join(words))
     return dict(json.loads((folder / "result.json").read_text()))
 
 
@@ -217,14 +218,16 @@ def runs(args: Args) -> dict[str, Any]:
         return f"{statistics.fmean(known):.3f} ({min(known):.3f} to {max(known):.3f})" if known else ""
 
     names = ("bits", "right", "p_right", "free_right", "masked_nats")
-    print("| | " + " | ".join(names) + " | options |\n" + "| --- " * (len(names) + 2) + "|")
+    print("| | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 1) + "|")
     for row, told in results.items():
-        for when in ("before", "after"):
-            cells = [cell([result[when].get(name) for result in told]) for name in names]
-            print(f"| {row}, {when} | " + " | ".join(cells) + f" | `{RUNS[row]}` |")
+        reports = {"before": [one["before"] for one in told], "after": [one["after"] for one in told]}
+        if row != "supervised":
+            reports["likelihood, as long"] = [one["baselines"]["supervised"] for one in told]
+        for when, by_seed in reports.items():
+            print(f"| {row}: {when} | " + " | ".join(cell([one.get(name) for one in by_seed]) for name in names) + " |")
     for name in ("commonest", "bigram"):
         report = next(iter(results.values()))[0]["baselines"][name]
-        print(f"| {name} | " + " | ".join(f"{report[key]:.3f}" if key in report else "" for key in names) + " | |")
+        print(f"| {name} | " + " | ".join(cell([report.get(key)]) for key in names) + " |")
     if args.figure:
         draw(results, args.figure)
     return results

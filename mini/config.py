@@ -116,7 +116,7 @@ class TextConfig:
     iters: int = 200  # steps
     seconds: float | None = None  # processor time of training, after which it ends earlier
     lr: float | None = None  # by default 3e-4 supervised and denoise, 1e-5 grpo, 3e-5 ppo
-    lr_decay: float = 0.0  # the last share of the steps or seconds, in which the learning rate falls to 0
+    lr_decay: float = 0.0  # the last share of steps or seconds, in which the rate falls to 0; in all that is trained
     warm_steps: int = 0  # supervised steps before all else
     warm_lr: float = 3e-4  # of the warm start, and of the supervised baseline
     context: Literal["data", "model"] = "data"  # rollouts read the text's own tokens, or what they wrote themselves
@@ -190,8 +190,6 @@ def check_text(config: TextConfig) -> None:
     """Raise UsageError for the first of text's options that does not fit another."""
     if config.n_embd % config.n_head:
         raise UsageError(f"--n-embd {config.n_embd} cannot be shared by --n-head {config.n_head}")
-    if config.horizon is not None and config.horizon >= config.block:
-        raise UsageError(f"--horizon {config.horizon} and the token before it do not fit into --block {config.block}")
     if config.tokens == "gpt2" and config.vocabulary is None:
         raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
     if config.algo == "grpo" and config.k_samples == 1:

@@ -2,12 +2,13 @@
 
 The last id of the vocabulary is the mask.  The model sees both sides of a gap, and is never asked to say the mask.
 
-    N windows    T tokens    m gaps    V vocabulary, without the mask
+    N windows    T tokens    V vocabulary, without the mask
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from mini.text_rl import descend
 from mini.train import Learner
 
 
-def fill(model: GPT, ids: Tensor) -> Tensor:
-    """ids (N, T) with gaps -> log-probabilities of what stands at each place: (N, T, V)."""
+def fill(model: GPT, ids: Tensor, at: Any = ...) -> Tensor:
+    """ids (N, T) with gaps -> log-probabilities of what stands at each place (N, T, V), or at those of an index."""
     hidden = model(ids, torch.ones_like(ids, dtype=torch.bool), causal=False)
-    return model.logits(hidden)[:, :, :-1].log_softmax(2)
+    return model.logits(hidden[at])[..., :-1].log_softmax(-1)
 
 
 def hide(model: GPT, text: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -33,10 +34,9 @@ def hide(model: GPT, text: Tensor, share: float, generator: torch.Generator) -> 
 
 
 def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
-    """Cross-entropy of the gaps alone."""
-    text = text[:, 1:]  # (N, T)
+    """Cross-entropy of the gaps alone, in windows (N, T)."""
     ids, hidden = hide(learner.model, text, config.mask_share, learner.generator)
-    loss = F.nll_loss(fill(learner.model, ids)[hidden], text[hidden])
+    loss = F.nll_loss(fill(learner.model, ids, hidden), text[hidden])
     learner.tokens += text.numel()
     return {"loss": loss.item(), "grad_norm": descend(learner, loss, config)}
 
@@ -45,11 +45,11 @@ def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str
 def left_to_right(model: GPT, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """What a denoiser gives for the next token when all after it is hidden: log-probabilities (N, V), right ids (N,).
 
-    One random place of each window (N, 1 + T), its first token excepted, which the other algorithms are given too.
+    One random place of each window (N, T), its first token excepted, which the other algorithms are given too.
     """
     at = torch.randint(1, text.shape[1], (len(text), 1), generator=generator)  # (N, 1)
     ids = text.masked_fill(torch.arange(text.shape[1]) >= at, model.config.vocab_size - 1)
-    return fill(model, ids)[torch.arange(len(text)), at[:, 0]], text.gather(1, at)[:, 0]
+    return fill(model, ids, (torch.arange(len(text)), at[:, 0])), text.gather(1, at)[:, 0]
 
 
 @torch.no_grad()

@@ -38,10 +38,12 @@ image = (
     .pip_install(*pinned(), extra_index_url="https://download.pytorch.org/whl/cpu")
     .add_local_python_source("mini")
 )
-secrets = [modal.Secret.from_name("wandb", required_keys=["WANDB_API_KEY"])] if "wandb" in sys.argv else []
+asked = any(word.rpartition("=")[2] == "wandb" for word in sys.argv)
+# One secret in any case: in the cloud this file is read again, without the words, and has to need as many things.
+key = modal.Secret.from_name("wandb", required_keys=["WANDB_API_KEY"]) if asked else modal.Secret.from_dict({})
 
 
-@app.function(image=image, cpu=4.0, memory=16384, timeout=24 * 3600, volumes={"/outputs": volume}, secrets=secrets)
+@app.function(image=image, cpu=4.0, memory=16384, timeout=24 * 3600, volumes={"/outputs": volume}, secrets=[key])
 def train(options: list[str]) -> int:
     """`python -m mini text OPTIONS` in the cloud.  Returns its exit code; what it wrote is kept, however it ended."""
     from mini.__main__ import main
@@ -56,4 +58,5 @@ def train(options: list[str]) -> int:
 @app.local_entrypoint()
 def run(*options: str) -> None:
     """Hand the options on, and end as the run ended."""
-    sys.exit(train.remote(list(options)))
+    if code := train.remote(list(options)):
+        sys.exit(code)

@@ -17,8 +17,8 @@ import torch
 from mini.config import ChessConfig, TextConfig, UsageError
 from mini.files import write_whole
 
+# Between a run and its resumption.
 MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track"}
-# between a run and its resumption
 
 
 def settings(config: ChessConfig | TextConfig) -> dict[str, Any]:

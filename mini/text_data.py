@@ -50,8 +50,9 @@ class Corpus:
         return every[torch.linspace(0, len(every) - 1, min(count, len(every))).long()]
 
 
-def draw_windows(ids: Tensor, T: int, count: int, generator: torch.Generator) -> Tensor:
-    """Windows from anywhere in the ids: (B, T + 1).  cpp/train.cpp draws the same ones."""
+def draw_windows(ids: Tensor, T: int, count: int, seed: int, step: int) -> Tensor:
+    """A step's windows, from anywhere in the ids, whatever else is drawn: (B, T + 1).  cpp/train.cpp draws them too."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it would drop higher bits unsaid
     starts = torch.randint(len(ids) - T, (count,), generator=generator)
     return ids.unfold(0, T + 1, 1)[starts]
 
@@ -82,9 +83,10 @@ def build_corpus(config: TextConfig, T: int, folder: Path) -> Corpus:
         raise UsageError(f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
                          f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most")  # fmt: skip
     data = ids.to(torch.uint16).numpy().astype("<u2").tobytes()
-    if config.resume and (folder / "tokens.bin").read_bytes() != data:
+    path = folder / "tokens.bin"
+    if config.resume and not (path.exists() and path.read_bytes() == data):
         raise UsageError(f"the text is not the one that the run in {folder} began with")
-    write_whole(folder / "tokens.bin", methodcaller("write", data))
+    write_whole(path, methodcaller("write", data))
     split = len(ids) - len(ids) // HELD_OUT
     return Corpus(tokens, ids[:split], ids[split:])
 

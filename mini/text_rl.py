@@ -3,10 +3,10 @@
 A rollout says at each place of a window which token comes next, and is rewarded where the text says the same.  With
 `--context data` it reads the text's own tokens, whatever it said before.  With `--context model` it reads what it
 wrote, as in RL of language models; but a text that has once gone another way is never met again, so that all that pays
-is the commonest token of all.  report_collapse (text_task.py) names that.
+is the commonest token of all.  collapse (text_task.py) names that.
 
     B windows    K rollouts of each    R contexts: B, or B * K with --context model    T tokens
-    A tokens chosen at each place of a context: K, or 1 with --context model    V vocabulary
+    A tokens chosen at each place of a context: K, or 1 with --context model    C width    V vocabulary
 
 Numbers in brackets are those of the formulas in README.md.
 """
@@ -28,11 +28,13 @@ NO_END = -1  # an id that no token has: a text does not end
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the model read, what it said came next, and what does."""
+    """What the model read, what it said came next, what does, and what it thought."""
 
     rows: Rows  # (R, 1 + T)
     chosen: Tensor  # (R, T, A)
     right: Tensor  # (R, T)
+    log_probs: Tensor  # (R, T, V)
+    hidden: Tensor  # (R, T, C)
 
 
 def whole_rows(text: Tensor) -> Rows:
@@ -40,29 +42,31 @@ def whole_rows(text: Tensor) -> Rows:
     return Rows(text, torch.ones_like(text, dtype=torch.bool), 1)
 
 
-@torch.no_grad()
 def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
-    """K rollouts of each window (B, 1 + T) under the policy as it is."""
+    """K rollouts of each window (B, 1 + T) under the policy as it is; one pass serves draws and gradient."""
     K, right = config.k_samples, text[:, 1:]
     if config.context == "model":
         sampling = Sampling(max_new_tokens=right.shape[1])
-        rows = Rows.of_completions(
-            generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
-        )
-        return Rollouts(rows, rows.ids[:, 1:, None], right.repeat_interleave(K, 0))
-    probs = score(learner.model, whole_rows(text), 1.0)[1].exp()  # (B, T, V)
-    chosen = torch.multinomial(probs.flatten(0, 1), K, replacement=True, generator=learner.generator)
-    return Rollouts(whole_rows(text), chosen.unflatten(0, right.shape), right)
+        made = generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
+        rows, right = Rows.of_completions(made), right.repeat_interleave(K, 0)
+    else:
+        rows = whole_rows(text)
+    _, log_probs, hidden = score(learner.model, rows, 1.0)
+    if config.context == "model":
+        return Rollouts(rows, rows.ids[:, 1:, None], right, log_probs, hidden)
+    probs = log_probs.detach().exp().flatten(0, 1)  # (B * T, V)
+    chosen = torch.multinomial(probs, K, replacement=True, generator=learner.generator).unflatten(0, right.shape)
+    return Rollouts(rows, chosen, right, log_probs, hidden)
 
 
-def token_rewards(rollouts: Rollouts, log_probs: Tensor, config: TextConfig) -> Tensor:
-    """(R, T, A) from the policy's log_probs (R, T, V): 1 for the right token, else 0, or -1 with pm1; partial credit.
+def token_rewards(rollouts: Rollouts, config: TextConfig) -> Tensor:
+    """(R, T, A): 1 for the right token, else 0, or -1 with pm1; and partial credit.
 
     The credit depends on the context alone.  Where a group shares that (`--context data`), it cancels out.
     """
     right = rollouts.right[:, :, None]
     hit = (rollouts.chosen == right).float()  # (R, T, A)
-    credit = config.partial_logprob * log_probs.detach().gather(2, right)  # (R, T, 1)
+    credit = config.partial_logprob * rollouts.log_probs.detach().gather(2, right)  # (R, T, 1)
     return (2 * hit - 1 if config.reward_mode == "pm1" else hit) + credit  # (17)
 
 
@@ -93,16 +97,15 @@ def supervised_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[
 def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
     """One update, so that the ratio is 1 and nothing is clipped.  The KL divergence is exact, over the vocabulary."""
     rollouts = roll_out(learner, text, config)
-    _, log_probs, _ = score(learner.model, rollouts.rows, 1.0)  # (R, T, V)
-    lp = log_probs.gather(2, rollouts.chosen)  # (R, T, A)
-    rewards = token_rewards(rollouts, log_probs, config)
+    lp = rollouts.log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+    rewards = token_rewards(rollouts, config)
     advantages = group_advantages(learner.baseline, rewards, config.k_samples)
     kl_coef = rl.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
-    kl = divergence(learner, rollouts.rows, log_probs).mean()
+    kl = divergence(learner, rollouts.rows, rollouts.log_probs).mean()
     loss = rl.policy_loss(lp, lp.detach(), advantages, config.clip_range).mean() + kl_coef * kl  # (18)
     learner.tokens += lp.numel()
     return {"loss": loss.item(), "reward": rewards.mean().item(), "kl": kl.item(), "kl_coef": kl_coef,
-            "entropy": rl.entropy(log_probs.detach()).mean().item(),
+            "entropy": rl.entropy(rollouts.log_probs.detach()).mean().item(),
             "grad_norm": descend(learner, loss, config)}  # fmt: skip
 
 
@@ -116,12 +119,11 @@ def divergence(learner: Learner, rows: Rows, log_probs: Tensor) -> Tensor:
 def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
     """Actor and critic share the network below the value head, which has a learning rate of its own."""
     assert learner.value_head is not None
-    rollouts = roll_out(learner, text, config)
     with torch.no_grad():
-        _, log_probs, hidden = score(learner.model, rollouts.rows, 1.0)
-        old = log_probs.gather(2, rollouts.chosen)  # (R, T, A)
-        rewards = token_rewards(rollouts, log_probs, config)
-        values = learner.value_head(hidden)[:, :, None].expand_as(rewards)  # before the token is chosen
+        rollouts = roll_out(learner, text, config)
+        old = rollouts.log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+        rewards = token_rewards(rollouts, config)
+        values = learner.value_head(rollouts.hidden)[:, :, None].expand_as(rewards)  # before the token is chosen
         paid, expected = (part.transpose(1, 2).flatten(0, 1) for part in (rewards, values))  # (R * A, T)
         advantages = rl.gae(paid, expected, torch.ones_like(paid), config.gamma, config.gae_lambda)
         advantages = advantages.unflatten(0, (-1, rewards.shape[2])).transpose(1, 2)  # (R, T, A)

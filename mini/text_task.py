@@ -2,7 +2,8 @@
 
     python -m mini text --algo supervised|grpo|ppo|denoise
 
-Every algorithm begins from the same weights, draws the same windows, and is reported on by the same held-out ones.
+Every algorithm draws the same windows, and is reported on by the same held-out ones, if --horizon is the same.  All
+begin from the same weights, but for denoise, whose vocabulary has a mask more.
 
     N windows    T tokens to be foretold, behind one that is given    V vocabulary
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import random
 import time
@@ -38,6 +40,7 @@ STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], dict[str, float]]] = {
 }  # fmt: skip
 LR = {"supervised": 3e-4, "grpo": 1e-5, "ppo": 3e-5, "denoise": 3e-4}
 Report = dict[str, Any]
+say = functools.partial(print, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +69,8 @@ def learn(learner: Learner, algo: str, corpus: Corpus, T: int, config: TextConfi
         left = 1 - max(learner.step / iters, learner.seconds / seconds)
         for group in learner.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * min(1.0, left / (config.lr_decay or left))
-        figures = STEPS[algo](learner, draw_windows(corpus.train, T, config.batch_size, learner.generator), config)
+        text = draw_windows(corpus.train, T, config.batch_size, config.seed, learner.step)
+        figures = STEPS[algo](learner, text, config)
         learner.step += 1
         learner.seconds += time.process_time() - began
         yield figures | {"tokens": learner.tokens, "seconds": learner.seconds}
@@ -74,7 +78,7 @@ def learn(learner: Learner, algo: str, corpus: Corpus, T: int, config: TextConfi
 
 def supervised(model: GPT, corpus: Corpus, T: int, config: TextConfig, iters: float, seconds: float) -> GPT:
     """The same model, trained by likelihood: the warm start, and the baseline of equal time."""
-    learner = make_learner(model.requires_grad_(True), model, config, config.warm_lr)
+    learner = make_learner(model, model, config, config.warm_lr)
     for _ in learn(learner, "supervised", corpus, T, config, iters, seconds):
         pass
     return model
@@ -107,11 +111,11 @@ def foretold(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
 @torch.no_grad()
 def filled_in(model: GPT, windows: Tensor, corpus: Corpus, config: TextConfig, generator: torch.Generator) -> Report:
     """A denoiser's report: of the next token as well as it can say, and of what it is trained to say."""
-    places = windows.repeat(4, 1)  # of each window four random ones
-    log_probs, right = left_to_right(model, places, generator)
-    report = summary(judged(log_probs, right), right, corpus)
-    ids, hidden = hide(model, windows[:, 1:], config.mask_share, generator)
-    lp, likeliest = judged(fill(model, ids)[hidden], windows[:, 1:][hidden]).mean(0).tolist()
+    places = [left_to_right(model, part, generator) for part in windows.repeat(4, 1).split(64)]  # four of each window
+    right = torch.cat([part for _, part in places])
+    report = summary(torch.cat([judged(*part) for part in places]), right, corpus)
+    ids, hidden = hide(model, windows, config.mask_share, generator)
+    lp, likeliest = judged(fill(model, ids, hidden), windows[hidden]).mean(0).tolist()
     return report | {"masked_nats": -lp, "masked_right": likeliest}
 
 
@@ -135,8 +139,8 @@ def evaluate(model: GPT, corpus: Corpus, T: int, config: TextConfig) -> Report:
 
 
 def collapse(report: Report) -> str | None:
-    """One sentence if a model writes little else than one token, more than twice as often as the text does."""
-    if report["commonest_share"] < max(0.5, 2 * report["share_in_text"]):
+    """One sentence if a model writes little else than one token: nearer to always than to as often as the text."""
+    if report["commonest_share"] < (1 + report["share_in_text"]) / 2:
         return None
     return (f"collapsed: {report['commonest_share']:.0%} of what the model writes is {report['commonest']!r}, which is "
             f"{report['share_in_text']:.0%} of the text")  # fmt: skip
@@ -171,8 +175,8 @@ def make_model(config: TextConfig, corpus: Corpus) -> GPT:
     latent = config.latent if config.attention == "mla" else 0
     size = corpus.tokens.size + (config.algo == "denoise")
     model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, config.block, size, latent=latent))
-    print(f"{len(corpus.train)} tokens to train on, {size} different ones; "
-          f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")  # fmt: skip
+    say(f"{len(corpus.train)} tokens to train on, {size} different ones; "
+        f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")  # fmt: skip
     return model
 
 
@@ -180,9 +184,14 @@ def make_start(model: GPT, corpus: Corpus, T: int, config: TextConfig, folder: P
     """The weights that training begins with: warm-started, or from the run that is resumed; start.pt."""
     path = folder / "start.pt"
     if config.resume:
-        model.load_state_dict(torch.load(path, weights_only=True))
+        try:
+            model.load_state_dict(torch.load(path, weights_only=True))
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; without it the run cannot go on") from None
         return
-    apart = dataclasses.replace(config, seed=config.seed + 2**32)  # or what follows would draw the same windows again
+    if config.warm_steps:
+        say(f"warm start: {config.warm_steps} supervised steps")
+    apart = dataclasses.replace(config, seed=config.seed + 2**31)  # or what follows would draw the same windows again
     supervised(model, corpus, T, apart, config.warm_steps, math.inf)
     write_whole(path, lambda file: torch.save(dict(model.state_dict()), file))
 
@@ -195,7 +204,6 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     assert config.lr is not None
     folder, T = open_run(config), config.horizon
     checkpoint = load_checkpoint(folder, config) if config.resume else None
-    tracker = open_tracker(config.track, folder, settings(config), checkpoint["step"] if checkpoint else 0)
     corpus = build_corpus(config, T, folder)
     start = make_model(config, corpus)
     make_start(start, corpus, T, config, folder)
@@ -208,11 +216,12 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     learner = make_learner(model, bigram if config.reference == "bigram" else start, config, config.lr)
     if checkpoint:
         learner.restore(checkpoint)
+    tracker = open_tracker(config.track, folder, settings(config), learner.step)
     limit = math.inf if config.seconds is None else config.seconds
     for figures in learn(learner, config.algo, corpus, T, config, config.iters, limit):
         tracker.write(learner.step, figures)
         if learner.step % config.log_steps == 0:
-            print(f"step {learner.step}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+            say(f"step {learner.step}  " + "  ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         if learner.step % config.save_steps == 0:
             save_checkpoint(folder, config, {**learner.state(), "before": before})
     save_checkpoint(folder, config, {**learner.state(), "before": before})
@@ -220,12 +229,13 @@ def text_command(config: TextConfig) -> dict[str, Any]:
 
     after = evaluate(model, corpus, T, config)
     if config.control and config.algo != "supervised":
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
         control = supervised(copy.deepcopy(start), corpus, T, config, math.inf, learner.seconds)
         baselines["supervised"] = foretold(control, windows, corpus)
-    print(table({"before": before, "after": after, **baselines}))
-    print(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
-    print(collapse(after) or "no collapse to one token")
-    print(f"{folder}: checkpoint, tokens and curves")
+    say(table({"before": before, "after": after, **baselines}))
+    say(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
+    say(collapse(after) or "no collapse to one token")
+    say(f"{folder}: checkpoint, tokens and curves")
     return {"algo": config.algo, "before": before, "after": after, "baselines": baselines, "collapse": collapse(after),
             "steps": learner.step, "train_seconds": learner.seconds, "tokens": learner.tokens,
             "seconds": time.perf_counter() - began}  # fmt: skip

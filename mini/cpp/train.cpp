@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <fstream>
 #include <iterator>
@@ -114,11 +115,14 @@ struct Gpt {
         c10::Dict<std::string, Tensor> dict;
         for (const auto& [name, weight] : weights) dict.insert(name, weight.detach());
         const auto bytes = torch::pickle_save(dict);
-        std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+        std::ofstream file(path, std::ios::binary);
+        file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+        if (!file.flush()) throw std::runtime_error(path + " cannot be written");
     }
 };
 
 void train(const std::string& folder, const Config& config, int64_t steps) {
+    if (config.word("algo") != "supervised") throw std::runtime_error("only --algo supervised is known here");
     if (config.word("attention") != "mha") throw std::runtime_error("only --attention mha is known here");
     if (config.number("lr_decay") != 0) throw std::runtime_error("only --lr-decay 0 is known here");
     const auto ids = read_tokens(folder + "/tokens.bin");
@@ -127,9 +131,10 @@ void train(const std::string& folder, const Config& config, int64_t steps) {
     const auto parameters = model.parameters();
     torch::optim::AdamW optimizer(
         parameters, torch::optim::AdamWOptions(config.number("lr")).betas({0.9, 0.95}).weight_decay(0.0));
-    auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(config.integer("seed")));
+    const auto seed = static_cast<uint64_t>(config.integer("seed")) * 1000003;
     const auto began = std::chrono::steady_clock::now();
     for (int64_t step = 1; step <= steps; ++step) {
+        const auto generator = at::detail::createCPUGenerator(static_cast<uint32_t>(seed + step - 1));
         const auto starts = torch::randint(ids.numel() - T, {B}, generator);  // those of draw_windows
         const auto text = ids.unfold(0, T + 1, 1).index({starts});            // (B, 1 + T)
         const auto logits = model(text.slice(1, 0, T));
@@ -151,7 +156,9 @@ int main(int count, char** words) {
     }
     try {
         const Config config(std::string(words[1]) + "/config.json");
-        train(words[1], config, count == 3 ? std::stoll(words[2]) : config.integer("iters"));
+        const int64_t steps = count == 3 ? std::atoll(words[2]) : config.integer("iters");
+        if (steps < 1) throw std::runtime_error("STEPS must be a number above 0");
+        train(words[1], config, steps);
     } catch (const std::exception& error) {
         const std::string reason = error.what();
         std::fprintf(stderr, "error: %s\n", reason.substr(0, reason.find('\n')).c_str());

@@ -43,8 +43,7 @@ def first_loss(folder: Path) -> float:
     model = GPT(GptConfig(config["n_layer"], config["n_head"], config["n_embd"], config["block"], int(ids.max()) + 1))
     model.load_state_dict(weights)
     train = ids[: len(ids) - len(ids) // 10]
-    generator = torch.Generator().manual_seed(config["seed"])
-    text = draw_windows(train, config["horizon"], config["batch_size"], generator)
+    text = draw_windows(train, config["horizon"], config["batch_size"], config["seed"], 0)
     logits = model.logits(model(text[:, :-1], torch.ones_like(text[:, :-1])))
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).item()
 

@@ -28,11 +28,11 @@ def test_the_stated_share_is_hidden_and_at_least_one() -> None:
 def test_loss_is_the_cross_entropy_of_the_gaps_alone() -> None:
     model, config = small_model(), TextConfig(algo="denoise", n_embd=SMALL.n_embd)
     learner = make_learner(model, model, config, 0.0)
-    ids, hidden = hide(model, TEXT[:, 1:], config.mask_share, torch.Generator().manual_seed(config.seed))
+    ids, hidden = hide(model, TEXT, config.mask_share, torch.Generator().manual_seed(config.seed))
     costs = []
     for n, t in hidden.nonzero().tolist():
-        logits = model.logits(model(ids[n : n + 1], torch.ones(1, 12), causal=False))[0, t, :MASK]
-        costs.append(math.log(logits.exp().sum().item()) - logits[TEXT[n, t + 1]].item())
+        logits = model.logits(model(ids[n : n + 1], torch.ones(1, 13), causal=False))[0, t, :MASK]
+        costs.append(math.log(logits.exp().sum().item()) - logits[TEXT[n, t]].item())
     assert denoise_step(learner, TEXT, config)["loss"] == pytest.approx(sum(costs) / len(costs), abs=1e-4)
 
 

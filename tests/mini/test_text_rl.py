@@ -19,7 +19,7 @@ from tests.mini.helpers import SMALL, log_probs_of, small_model
 
 T, B, K = 6, 3, 4
 IDS = torch.randint(SMALL.vocab_size, (400,), generator=torch.Generator().manual_seed(0))
-TEXT = draw_windows(IDS, T, B, torch.Generator().manual_seed(1))
+TEXT = draw_windows(IDS, T, B, seed=1, step=0)
 
 
 def learner_and_config(**options: Any) -> tuple[Learner, TextConfig]:
@@ -31,12 +31,13 @@ def learner_and_config(**options: Any) -> tuple[Learner, TextConfig]:
 
 def test_rewards_by_hand() -> None:
     log_probs = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]]).log2()  # in bits: any numbers do
-    rollouts = Rollouts(whole_rows(torch.tensor([[0, 0, 1]])), torch.tensor([[[0, 2], [0, 1]]]), torch.tensor([[0, 1]]))
-    plus1 = token_rewards(rollouts, log_probs, TextConfig())
+    rollouts = Rollouts(whole_rows(torch.tensor([[0, 0, 1]])), torch.tensor([[[0, 2], [0, 1]]]), torch.tensor([[0, 1]]),
+                        log_probs, torch.empty(0))  # fmt: skip
+    plus1 = token_rewards(rollouts, TextConfig())
     assert plus1.tolist() == [[[1, 0], [0, 1]]]
-    both = token_rewards(rollouts, log_probs, TextConfig(reward_mode="pm1"))
+    both = token_rewards(rollouts, TextConfig(reward_mode="pm1"))
     assert both.tolist() == [[[1, -1], [-1, 1]]]
-    partial = token_rewards(rollouts, log_probs, TextConfig(partial_logprob=2.0))
+    partial = token_rewards(rollouts, TextConfig(partial_logprob=2.0))
     credit = 2 * torch.tensor(0.75).log2().item()
     assert partial.flatten().tolist() == pytest.approx([-1, -2, credit, 1 + credit])
 

@@ -135,7 +135,7 @@ def test_defaults_that_depend_on_the_algorithm(options: dict[str, Any], horizon:
 
 
 @pytest.mark.parametrize(("options", "complaint"), [
-    ("--horizon 256", "--horizon 256 and the token before it do not fit into --block 256"),
+    ("--horizon 256", "--block 256 has no room for windows of 256 tokens"),
     ("--n-embd 50 --n-head 3", "--n-embd 50 cannot be shared by --n-head 3"),
     ("--tokens gpt2", "--tokens gpt2 needs --vocabulary"),
     ("--algo grpo --k-samples 1", "--k-samples 1 leaves GRPO nothing to compare"),
