@@ -68,7 +68,10 @@ def test_losses_and_weights_are_pythons(program: Path, tmp_path: Path, capsys: p
 
 
 def test_bad_input_is_one_line_and_exit_code_2(program: Path, tmp_path: Path) -> None:
-    for words in ((), (tmp_path,)):
+    (tmp_path / "config.json").write_text('{"algo": "grpo",\n "iters": 3}')
+    for words, said in (((), "usage"), ((tmp_path / "none",), "cannot be read"), ((tmp_path, "ten"), "STEPS must be"),
+                        ((tmp_path,), "only --algo supervised")):  # fmt: skip
         done = run(program, *words)
         assert done.returncode == 2
+        assert said in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,13 +38,13 @@ class Stub:
 
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Stub]]]:
-    """Import the file as `modal run` would, with these words on the command line."""
+    """Import the file as `modal run` would, with these words on the command line; without any, as in the cloud."""
 
     def load(*words: str) -> tuple[Any, Stub]:
         stub, module = Stub(), ModuleType("modal")
-        for name in ("App", "Image", "Volume", "Secret", "is_local"):
-            made = stub if name in ("Image", "Volume", "Secret") else lambda *_, **__: stub
-            setattr(module, name, made)
+        for name in ("Image", "Volume", "Secret"):
+            setattr(module, name, stub)
+        module.App, module.is_local = lambda _: stub, lambda: bool(words)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "modal", module)
         monkeypatch.setattr(sys, "argv", ["modal", *words])
         monkeypatch.delitem(sys.modules, "mini.modal_app", raising=False)
@@ -61,19 +62,37 @@ def called(stub: Stub, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def test_the_image_has_what_pyproject_pins(imported: Callable[..., tuple[Any, Stub]]) -> None:
-    pins, _ = called(imported()[1], "pip_install")
+    pins, _ = called(imported("--algo", "ppo")[1], "pip_install")
     text = (ROOT / "pyproject.toml").read_text()
     assert [re.split("==", pin)[0] for pin in pins] == ["torch", "safetensors", "numpy", "tensorboard", "tyro", "chess",
                                                        "tiktoken", "wandb"]  # fmt: skip
     assert all(f'"{pin}' in text for pin in pins)
 
 
-def test_a_secret_is_asked_for_with_wandb_only(imported: Callable[..., tuple[Any, Stub]]) -> None:
-    assert called(imported("--algo", "grpo")[1], "function")[1]["secrets"] == []
-    _, stub = imported("--track", "wandb")
+KEY = ("from_name", ("wandb",), {"required_keys": ["WANDB_API_KEY"]})
+
+
+@pytest.mark.parametrize(("words", "asked"), [
+    (["--algo", "grpo"], False), (["--track", "wandb"], True), (["--track=wandb"], True), ([], False),
+], ids=str)  # fmt: skip
+def test_a_key_is_asked_for_with_wandb_only(
+    words: list[str], asked: bool, imported: Callable[..., tuple[Any, Stub]]
+) -> None:
+    """Modal refuses a function that needs fewer things in the cloud, where there are no words, than it did here."""
+    _, stub = imported(*words)
     assert len(called(stub, "function")[1]["secrets"]) == 1
+    assert (KEY in stub.calls) == asked
     assert called(stub, "from_name") == (("mini-outputs",), {"create_if_missing": True})
-    assert ("from_name", ("wandb",), {"required_keys": ["WANDB_API_KEY"]}) in stub.calls
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_local_end_exits_as_the_run_did(
+    code: int, imported: Callable[..., tuple[Any, Stub]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = imported()
+    monkeypatch.setattr(file, "train", SimpleNamespace(remote=lambda options: code if options == ["--lr", "1"] else 9))
+    with pytest.raises(SystemExit, match="2") if code else contextlib.nullcontext():  # 0 would count as a failure
+        file.run("--lr", "1")
 
 
 def test_the_functions_body_trains_and_keeps_what_it_wrote(
