@@ -22,8 +22,9 @@ from mini.chess_reward import Verdict, judge, parse_policy, shaped
 from mini.config import ChessConfig, EvalConfig, Options, SampleConfig, UsageError
 from mini.generate import Sampling, generate
 from mini.model import GPT, GptConfig
-from mini.runs import Log, load_checkpoint, open_run, save_checkpoint
+from mini.runs import load_checkpoint, open_run, resident_memory, save_checkpoint, settings, step_line
 from mini.tokens import ChessTokens, Tokens
+from mini.track import open_tracker
 from mini.train import make_learner, supervised, train
 from mini.weights import load_model, load_tokens, save_model
 
@@ -216,12 +217,13 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     learner = make_learner(copy.deepcopy(model), model, config, lr)
     if config.resume:
         learner.restore(checkpoint)
-    log = Log(folder, config, learner.step)
+    tracker = open_tracker(config.track, folder, settings(config), learner.step)
     for figures in train(learner, task, config, sampling):
-        log.step(learner.step, figures)
+        tracker.write(learner.step, {**figures, "memory_gib": resident_memory()})
+        print(step_line(learner.step, config.steps, figures), flush=True)
         if learner.step % config.save_steps == 0 or learner.step == config.steps:
             save_checkpoint(folder, config, {**learner.state(), "before": before})
-    log.close()
+    tracker.close()
     save_model(learner.model, task.tokens, folder / "model", config.init)
     reports = {"before": before, "after": evaluate(learner.model, task, sampling)}
     if config.control:
@@ -231,7 +233,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
                    seconds=learner.seconds, say=print)  # fmt: skip
         reports["supervised"] = evaluate(control, task, sampling)
     print(table(reports))
-    print(f"{folder}: models, checkpoint and TensorBoard log")
+    print(f"{folder}: models, checkpoint and curves")
     return {**reports, "steps": learner.step, "rl_seconds": learner.seconds, "seconds": time.perf_counter() - began}
 
 

@@ -63,7 +63,8 @@ class ChessConfig(Options):
     entropy_coef: float = 0.0  # bonus for the policy's entropy, of all tokens, also of those that top-k leaves out
     max_grad_norm: float = 1.0  # longer gradients are cut to it
     control: bool = True  # afterwards, train the start supervised for the same time: what RL has to beat
-    log_dir: Path | None = None  # TensorBoard, checkpoints and models; by default outputs/mini-chess-TIME
+    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # who draws the curves
+    log_dir: Path | None = None  # curves, checkpoints and models; by default outputs/mini-chess-TIME
     save_steps: int = 10  # steps between checkpoints
     resume: bool = False  # go on from the checkpoint in --log-dir
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr

@@ -1,4 +1,4 @@
-"""A run's folder: what was asked for, checkpoints, and a log for people and for TensorBoard."""
+"""A run's folder: what was asked for, checkpoints, and a line for each step."""
 
 from __future__ import annotations
 
@@ -68,30 +68,12 @@ def resident_memory() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-class Log:
-    """A line for each step, and the same figures for TensorBoard."""
-
-    def __init__(self, folder: Path, config: ChessConfig, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.steps = config.steps
-        # What an interrupted run wrote after its last checkpoint is about to be written again.
-        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
-        self.writer.add_text("config", f"```\n{json.dumps(settings(config), indent=2)}\n```")
-
-    def step(self, number: int, figures: Mapping[str, float]) -> None:
-        """Write and print a step's figures."""
-        for name, value in {**figures, "memory_gib": resident_memory()}.items():
-            self.writer.add_scalar(name, value, number)
-        by_task = {kind: "  ".join(f"{name[-1]} {value:.2f}" for name, value in figures.items()
-                                   if name.startswith(f"{kind}/")) for kind in ("reward", "valid")}  # fmt: skip
-        print(f"step {number:{len(str(self.steps))}}/{self.steps}  reward {by_task['reward']}  valid {by_task['valid']}"
-              f"  kl {figures['kl']:.4f} x {figures['kl_coef']:.4g}  clip {figures['clip_share']:.3f}"
-              f"  entropy {figures['entropy']:.2f}  no spread {figures['zero_spread']:.0%}"
-              f"  {figures['seconds']:.1f} s ({figures['seconds/generate']:.1f} generate"
-              f" + {figures['seconds/score']:.1f} score + {figures['seconds/train']:.1f} train)",
-              flush=True)  # fmt: skip
-
-    def close(self) -> None:
-        """Flush what TensorBoard reads."""
-        self.writer.close()
+def step_line(number: int, steps: int, figures: Mapping[str, float]) -> str:
+    """A step of chess, for people."""
+    by_task = {kind: "  ".join(f"{name[-1]} {value:.2f}" for name, value in figures.items()
+                               if name.startswith(f"{kind}/")) for kind in ("reward", "valid")}  # fmt: skip
+    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}"
+            f"  kl {figures['kl']:.4f} x {figures['kl_coef']:.4g}  clip {figures['clip_share']:.3f}"
+            f"  entropy {figures['entropy']:.2f}  no spread {figures['zero_spread']:.0%}"
+            f"  {figures['seconds']:.1f} s ({figures['seconds/generate']:.1f} generate"
+            f" + {figures['seconds/score']:.1f} score + {figures['seconds/train']:.1f} train)")  # fmt: skip
