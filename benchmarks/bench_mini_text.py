@@ -197,7 +197,7 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for name in ("commonest", "bigram"):
         report = next(iter(results.values()))[0]["baselines"][name]
         axes.plot(report["bits"], report["p_right"], "o", color="black")
-        axes.annotate(f"  {name}", (report["bits"], report["p_right"]))
+        axes.annotate(name, (report["bits"], report["p_right"]), (6, -4), textcoords="offset points")
     axes.plot([], [], ":", color=COLOURS[0], label="likelihood from there, as long")
     axes.set(xscale="log", xlim=(2.3, 14), ylim=(0, 0.4), ylabel="probability of the right character, held out",
              xlabel="bits per character, held out: to the left is better")  # fmt: skip
@@ -213,21 +213,26 @@ def runs(args: Args) -> dict[str, Any]:
         jobs = {row: [pool.submit(run, args, row, seed) for seed in args.seeds] for row in args.rows}
         results = {row: [job.result() for job in told] for row, told in jobs.items()}
 
-    def cell(values: list[float | None]) -> str:
-        known = [value for value in values if value is not None]
-        return f"{statistics.fmean(known):.3f} ({min(known):.3f} to {max(known):.3f})" if known else ""
+    def moved(told: list[dict[str, Any]], name: str) -> str:
+        if name not in told[0]["after"]:
+            return ""
+        before, after = ([one[when][name] for one in told] for when in ("before", "after"))
+        return f"{statistics.fmean(before):.2f} → {statistics.fmean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
 
-    names = ("bits", "right", "p_right", "free_right", "masked_nats")
-    print("| | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 1) + "|")
+    def still(reports: list[dict[str, float]], names: tuple[str, ...]) -> str:
+        return " | ".join(f"{statistics.fmean(one[name] for one in reports):.3f}" if name in reports[0] else ""
+                          for name in names)  # fmt: skip
+
+    names, likelihood = ("bits", "right", "p_right", "free_right", "masked_nats"), ("bits", "right", "p_right")
+    print("| | " + " | ".join(names) + " | likelihood, as long: " + " | ".join(likelihood) + " | options |")
+    print("| --- " * (len(names) + len(likelihood) + 2) + "|")
     for row, told in results.items():
-        reports = {"before": [one["before"] for one in told], "after": [one["after"] for one in told]}
-        if row != "supervised":
-            reports["likelihood, as long"] = [one["baselines"]["supervised"] for one in told]
-        for when, by_seed in reports.items():
-            print(f"| {row}: {when} | " + " | ".join(cell([one.get(name) for one in by_seed]) for name in names) + " |")
-    for name in ("commonest", "bigram"):
-        report = next(iter(results.values()))[0]["baselines"][name]
-        print(f"| {name} | " + " | ".join(cell([report.get(key)]) for key in names) + " |")
+        control = still([one["baselines"].get("supervised", {}) for one in told], likelihood)
+        cells = " | ".join(moved(told, name) for name in names)
+        print(f"| {row} | {cells} | {control} | `{RUNS[row]}` |")
+    for name, report in next(iter(results.values()))[0]["baselines"].items():
+        if name != "supervised":
+            print(f"| {name} | {still([report], names)} | | | | |")
     if args.figure:
         draw(results, args.figure)
     return results
