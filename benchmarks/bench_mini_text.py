@@ -197,7 +197,7 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for name in ("commonest", "bigram"):
         report = next(iter(results.values()))[0]["baselines"][name]
         axes.plot(report["bits"], report["p_right"], "o", color="black")
-        axes.annotate(name, (report["bits"], report["p_right"]), (6, -4), textcoords="offset points")
+        axes.annotate(name, (report["bits"], report["p_right"]), (-6, -4), textcoords="offset points", ha="right")
     axes.plot([], [], ":", color=COLOURS[0], label="likelihood from there, as long")
     axes.set(xscale="log", xlim=(2.3, 14), ylim=(0, 0.4), ylabel="probability of the right character, held out",
              xlabel="bits per character, held out: to the left is better")  # fmt: skip

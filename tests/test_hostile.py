@@ -238,7 +238,7 @@ RESOURCES = {
     "a long string": (returns("'a' * 10 ** 10"), "error"),
     "bytes": (returns("bytearray(10 ** 9)"), "error"),
     "a list that doubles": (always("x = [0]", "while True: x += x"), "error"),
-    "a list of all numbers": (returns("list(itertools.count())", "import itertools"), "error"),
+    "a list without end": (returns("list(map(bytes, itertools.repeat(1 << 20)))", "import itertools"), "error"),
     "a dict that grows": (always("d = {}", "while True: d[len(d)] = [0] * 99_999"), "error"),
     "memory at loading": (f"x = [0] * 10 ** 9\n{LEFT}", "error"),
     "memory again and again": (
