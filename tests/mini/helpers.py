@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import math
 import subprocess
@@ -16,13 +17,14 @@ from mini.model import GPT, GptConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GptConfig(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=50)
+LATENT = dataclasses.replace(SMALL, latent=6)
 END = 0
 
 
-def small_model(seed: int = 0, spread: float = 6.0) -> GPT:
+def small_model(seed: int = 0, spread: float = 6.0, config: GptConfig = SMALL) -> GPT:
     """Random weights, wide enough that the next token is not a coin toss."""
     torch.manual_seed(seed)
-    model = GPT(SMALL)
+    model = GPT(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

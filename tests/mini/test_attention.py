@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -10,21 +9,10 @@ import torch
 from torch import Tensor
 
 from mini.generate import Sampling, generate, left_pad
-from mini.model import GPT, Cache, GptConfig, LatentAttention
-from tests.mini.helpers import SMALL
+from mini.model import Cache, GptConfig, LatentAttention
+from tests.mini.helpers import LATENT, SMALL, small_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
-LATENT = dataclasses.replace(SMALL, latent=6)
-
-
-def model_of(config: GptConfig) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(6)
-    return model
 
 
 def rms_norm(row: Tensor, weight: Tensor) -> Tensor:
@@ -52,9 +40,12 @@ def test_latent_attention_is_its_formulas_one_head_and_token_at_a_time() -> None
     torch.testing.assert_close(layer(x, visible)[0], torch.stack(rows), atol=1e-5, rtol=0)
 
 
-def test_decoding_and_going_on_give_what_a_whole_pass_gives() -> None:
-    """Absorbed, and with keys and values made again: two completions each of prompts of several lengths."""
-    model = model_of(LATENT)
+@pytest.mark.parametrize(
+    ("config", "kept"), [(SMALL, [(3, 4, 5, 8)] * 2), (LATENT, [(3, 1, 5, 6)])], ids=["mha", "mla"]
+)
+def test_decoding_and_going_on_give_what_a_whole_pass_gives(config: GptConfig, kept: list[tuple[int, ...]]) -> None:
+    """Two completions each of prompts of several lengths, whose keys stand in memory once; absorbed where latent."""
+    model = small_model(config=config)
     added = torch.tensor([[[7, 8, 9], [10, 11, 12]]]).expand(3, 2, 3) + torch.arange(3)[:, None, None]
     ids, mask = left_pad(PROMPTS, 0)
     cache = Cache(mask, 2, 3)
@@ -62,6 +53,7 @@ def test_decoding_and_going_on_give_what_a_whole_pass_gives() -> None:
         model(ids, mask, cache)
         steps = [model.decode(added[:, :, t], cache) for t in range(3)]
         rest = model.go_on(added.flatten(0, 1), cache).unflatten(0, (3, 2))
+        assert [tuple(part.shape) for part in cache.layers[0].prompt] == kept
         for b, prompt in enumerate(PROMPTS):
             for k in range(2):
                 document = torch.tensor([prompt + added[b, k].tolist()])
@@ -77,7 +69,7 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
         ids, mask = left_pad(PROMPTS, 0)
         cache = Cache(mask, 2, 3)
         with torch.no_grad():
-            model_of(config)(ids, mask, cache)
+            small_model(config=config)(ids, mask, cache)
         parts = [part for layer in cache.layers for part in (*layer.prompt, *layer.own)]
         stored = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
         tokens = 3 * 5 + 3 * 2 * 3  # of the padded prompts, and room in the completions
@@ -88,7 +80,7 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
 
 
 def test_greedy_sampling_with_latents_equals_whole_passes() -> None:
-    model, prompts = model_of(LATENT), [[3, 1, 4], [2, 6, 5]]
+    model, prompts = small_model(config=LATENT), [[3, 1, 4], [2, 6, 5]]
     made = generate(model, prompts, 1, Sampling(0, max_new_tokens=8), -1)
     for prompt, (row,) in zip(prompts, made.ids.tolist(), strict=True):
         document = list(prompt)
@@ -101,17 +93,18 @@ def test_greedy_sampling_with_latents_equals_whole_passes() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, LATENT], ids=["mha", "mla"])
 def test_only_a_denoiser_sees_later_tokens(config: GptConfig) -> None:
-    model = model_of(config)
+    model = small_model(config=config)
     ids = torch.tensor([[3, 1, 4, 1, 5], [3, 1, 4, 7, 7]])
     mask = torch.ones_like(ids)
     causal, both_ways = model(ids, mask), model(ids, mask, causal=False)
     assert torch.equal(causal[0, :3], causal[1, :3])
+    assert not torch.allclose(causal[0, 3:], causal[1, 3:])
     assert not torch.isclose(both_ways[0, :3], both_ways[1, :3]).all(-1).any()
 
 
 def test_the_head_is_the_embedding() -> None:
     """Weight tying: one matrix, moved by both of its uses."""
-    model = model_of(SMALL)
+    model = small_model(config=SMALL)
     assert [name for name, part in model.named_parameters() if part.shape[0] == SMALL.vocab_size] == ["wte.weight"]
     hidden = torch.randn(2, SMALL.n_embd)
     torch.testing.assert_close(model.logits(hidden), hidden @ model.wte.weight.T)

@@ -21,31 +21,6 @@ def test_padding_on_the_left_changes_nothing() -> None:
         torch.testing.assert_close(together[row, -len(prompt) :], alone[0], atol=1e-5, rtol=0)
 
 
-def test_no_token_sees_a_later_one() -> None:
-    model = small_model()
-    ids = torch.tensor([[3, 1, 4, 1, 5], [3, 1, 4, 7, 7]])
-    hidden = model(ids, torch.ones_like(ids))
-    assert torch.equal(hidden[0, :3], hidden[1, :3])
-    assert not torch.allclose(hidden[0, 3:], hidden[1, 3:])
-
-
-def test_the_cache_gives_what_a_whole_pass_gives() -> None:
-    """Two completions each of prompts of several lengths, whose keys stand in memory once."""
-    model = small_model()
-    added = torch.tensor([[[7, 8, 9], [10, 11, 12]]]).expand(3, 2, 3) + torch.arange(3)[:, None, None]
-    ids, mask = left_pad(PROMPTS, 0)
-    cache = Cache(mask, 2, 3)
-    with torch.no_grad():
-        model(ids, mask, cache)
-        steps = [model.decode(added[:, :, t], cache) for t in range(3)]
-    assert [tuple(part.shape) for part in cache.layers[0].prompt] == [(3, 4, 5, 8)] * 2
-    for b, prompt in enumerate(PROMPTS):
-        for k in range(2):
-            document = torch.tensor([prompt + added[b, k].tolist()])
-            whole = model(document, torch.ones_like(document))[0, -3:]
-            torch.testing.assert_close(torch.stack([step[b, k] for step in steps]), whole, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("keep", [[True, False, True], [False, True, False]])
 def test_forgetting_prompts_leaves_the_others_alone(keep: list[bool]) -> None:
     model = small_model()

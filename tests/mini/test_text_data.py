@@ -12,8 +12,7 @@ from mini.config import TextConfig, UsageError
 from mini.text_data import CharTokens, Counts, build_corpus, draw_windows, read_text
 from mini.text_rl import whole_rows
 from mini.train import LanguageModel, score
-from tests.mini.helpers import SMALL, small_model
-from tests.mini.test_attention import LATENT, model_of
+from tests.mini.helpers import LATENT, SMALL, small_model
 
 TEXT = "the cat sat on the mat; " * 20
 
@@ -80,7 +79,7 @@ def test_counts_with_one_added() -> None:
 def test_no_model_or_reference_sees_a_later_token(name: str) -> None:
     ids = torch.randint(SMALL.vocab_size, (300,), generator=torch.Generator().manual_seed(0))
     models: dict[str, LanguageModel] = {
-        "gpt": small_model(), "latent": model_of(LATENT), "bigram": Counts(ids, SMALL.vocab_size),
+        "gpt": small_model(), "latent": small_model(config=LATENT), "bigram": Counts(ids, SMALL.vocab_size),
         "unigram": Counts(ids, SMALL.vocab_size, bigram=False),
     }  # fmt: skip
     text = draw_windows(ids, 12, 1, seed=1, step=0)
