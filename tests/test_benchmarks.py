@@ -1,4 +1,4 @@
-"""The GPU benchmark, on the machine that is there: it runs, and its figures belong together."""
+"""The GPU benchmark, on the machine that is there: it runs, its figures belong together, and it can be carried."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,29 @@ def test_a_made_up_gpt_oss_loads(packed: bool, tmp_path: Path, monkeypatch: pyte
     assert len(model.model.layers) == 2
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     assert model.model.layers[0].mlp.experts.down_proj.abs().max() > 0
+
+
+def test_a_stripped_wheel_installs_without_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    wheels = importlib.import_module("wheels")
+    about = "bitsandbytes-1.0.dist-info"
+    files = {"bitsandbytes/__init__.py": "", "bitsandbytes/libbitsandbytes_cuda130.so": "x",
+             "bitsandbytes/libbitsandbytes_cuda128.so": "x" * 1000, "studio/index.html": "x" * 1000,
+             f"{about}/METADATA": "Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 1.0\n",
+             f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}  # fmt: skip
+    wheel = tmp_path / "bitsandbytes-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in {**files, f"{about}/RECORD": "".join(f"{name},,\n" for name in files)}.items():
+            archive.writestr(name, content)
+    wheels.strip(wheel)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+    subprocess.run([*command, str(tmp_path / "site"), str(wheel)], check=True, timeout=300)
+    there = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.*") if path.is_file()}
+    assert {"bitsandbytes/__init__.py", "bitsandbytes/libbitsandbytes_cuda130.so"} <= there
+    assert not there & {"bitsandbytes/libbitsandbytes_cuda128.so", "studio/index.html"}
+
+
+def test_every_wheel_is_of_the_pinned_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    wheels = importlib.import_module("wheels")
+    assert sorted(line.partition("==")[0] for line in wheels.pinned()) == sorted(wheels.NAMES)
