@@ -1950,7 +1950,7 @@ def choose_settings(machine: Machine, config: TrainConfig | EvalConfig) -> Setti
         )  # fmt: skip
     precision = ("bfloat16", "--load-in-16bit") if config.load_in_16bit else (
         ("4-bit NF4", "the default; --load-in-16bit on GPUs of 80 GB and more") if config.load_in_4bit else
-        ("as stored", "--no-load-in-4bit: gpt-oss stays in MXFP4"))  # fmt: skip
+        ("as stored", "gpt-oss stays in MXFP4"))  # fmt: skip
     shared = "memory is shared, moving them frees nothing"
     environment, ptxas = {}, ("triton's own", "")
     if machine.capability >= (10, 0) and machine.triton < (3, 6):
@@ -2015,6 +2015,11 @@ def adapter_base(name: str) -> Path | None:
     """The model that an adapter's folder belongs to; None where the folder holds no adapter."""
     base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
     return Path(base) if base else None
+
+
+def stays_as_stored(name: str) -> bool:
+    """Whether 4 bits are not for a model: the embedded one is too small, and an adapter to fused experts fits those."""
+    return name == "tiny" or bool(read_json(Path(name) / "adapter_config.json").get("target_parameters"))
 
 
 def tiny_keys(folder: Path | None) -> str | None:
@@ -2175,13 +2180,8 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any],
     from transformers.utils.logging import disable_progress_bar
 
     machine = find_machine()
-    if (
-        machine.gpu
-        and base
-        and not base.is_dir()
-        and read_json(Path(name) / "adapter_config.json")["target_parameters"]
-    ):
-        config = dataclasses.replace(config, load_in_4bit=False)  # it fits the experts as released, not as in 4 bits
+    if stays_as_stored(name):
+        config = dataclasses.replace(config, load_in_4bit=False)
     settings = choose_settings(machine, config)
     os.environ.update(settings.environment)
     say(settings_table(settings))
@@ -2208,6 +2208,7 @@ def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any],
         raise UsageError("bitsandbytes cannot load 4-bit weights here: see the lines above, or take --no-load-in-4bit")
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: try {instruct_variant(name)}")
+    model.generation_config.max_length = None  # unsloth names one, and each generation would say that ours goes first
     open_channel(tokenizer, config.reasoning)
     return model, tokenizer
 
@@ -2271,7 +2272,7 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
 
     return FastLanguageModel.get_peft_model(
         model,
-        use_gradient_checkpointing=bool(next(model.parameters()).is_cuda),  # as it was loaded
+        use_gradient_checkpointing=bool(find_machine().gpu),  # as it was loaded; the embeddings may be in RAM
         random_state=config.seed,
         **numbers,
     )
@@ -3604,7 +3605,10 @@ def export_adapter(source: Path, base: str, folder: Path) -> None:
     if fused.keys() != weights.keys():
         config["target_modules"] = sorted({key.split(".")[-3] for key in fused if ".experts." not in key})
         config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    config["base_model_name_or_path"] = base
+    # What unsloth notes there is of the layout before: it would take these weights for its old one, and repack them.
+    for note in ("lora_B_layout", "unsloth_fused_expert_lora"):
+        config.pop(note, None)
+    config |= {"base_model_name_or_path": base, "auto_mapping": None}
     save_file(fused, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -3916,7 +3920,8 @@ def doctor(config: DoctorConfig, console: Console) -> dict[str, Any]:
     prepare_environment(offline=name == "tiny")
     machine, versions = find_machine(), library_versions()
     training = train_defaults(name, "stable", "none")
-    training.load_in_4bit, training.load_in_16bit = config.load_in_4bit, config.load_in_16bit
+    training.load_in_4bit = config.load_in_4bit and not stays_as_stored(name)
+    training.load_in_16bit = config.load_in_16bit
     training.max_seq_length = 568 + training.max_new_tokens
     rows: list[tuple[str, ...]] = []
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,31 @@ def test_four_bits_are_the_default_on_every_gpu(machine: program.Machine) -> Non
     assert not load["load_in_16bit"]
 
 
+def test_what_four_bits_are_not_for(tmp_path: Path) -> None:
+    """The embedded model, and adapters to experts that are fused; also such as know of no fused experts at all."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "unsloth/gpt-oss-20b"}))
+    assert not program.stays_as_stored(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_parameters": ["mlp.experts.down_proj"]}))
+    assert program.stays_as_stored(str(tmp_path))
+    assert program.stays_as_stored("tiny")
+    assert not program.stays_as_stored("unsloth/gpt-oss-20b")
+
+
 def test_embeddings_are_moved_to_ram_only_where_that_frees_anything() -> None:
     assert program.choose_settings(GB10, DEFAULTS).load["offload_embedding"] is False
     assert program.choose_settings(H100, DEFAULTS).load["offload_embedding"] == "auto"
+
+
+def test_activations_are_computed_again_wherever_the_embeddings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first parameter's device decided, and on a GPU with little memory Unsloth leaves the embeddings in RAM."""
+    import torch
+
+    told: dict[str, Any] = {}
+    loader = SimpleNamespace(get_peft_model=lambda _, **options: told.update(options))
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=loader))
+    monkeypatch.setattr(program, "find_machine", lambda: RTX_4090)
+    program.add_adapters(torch.nn.Embedding(4, 2), DEFAULTS)
+    assert told["use_gradient_checkpointing"] is True
 
 
 def test_sixteen_bits_need_eighty_gigabytes() -> None:

@@ -1,0 +1,179 @@
+"""The GPU's path through Unsloth, on a CPU that says it is a GPU (`gpu_on_cpu.py` says what that leaves out).
+
+The hub on this machine has a gpt-oss-20b of the embedded model's size in both forms in which Unsloth publishes it: the
+experts in MXFP4, and one 4-bit layer for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.fake_hub import FakeHub
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.slow
+
+ADAPTER = Path("adapter", "adapter_model.safetensors")
+SHORT = ("--steps", 2, "--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--games", 2,
+         "--max-new-tokens", 48, "--eval-batch-size", 2)  # fmt: skip
+
+
+def output_of(*arguments: object, env: Mapping[str, str]) -> str:
+    """What a script prints, on both streams; it must succeed."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def on_gpu(*arguments: object, env: Mapping[str, str]) -> str:
+    """What the program prints on such a GPU."""
+    return output_of("tests/gpu_on_cpu.py", "gpt_2048_rl.py", *arguments, env=env)
+
+
+def publish(hub: FakeHub, base: Path, folder: Path) -> None:
+    """Put the embedded model on the hub under gpt-oss-20b's names."""
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+    from safetensors.torch import load_file, save_file
+
+    released: dict[str, torch.Tensor] = {}
+    four_bits: dict[str, torch.Tensor] = {}
+
+    def quantize(name: str, weight: torch.Tensor) -> None:
+        four_bits[name], state = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
+        four_bits.update({f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()})
+
+    for name, weight in load_file(base / "model.safetensors").items():
+        weight = weight.bfloat16()
+        experts, _, projection = name.rpartition(".")
+        if program.EXPERTS.search(name):
+            packed = zip(*map(program.quantize_mxfp4, weight), strict=True)
+            released |= {f"{name}_{part}": torch.stack(tensors)
+                         for part, tensors in zip(("blocks", "scales"), packed, strict=True)}  # fmt: skip
+            for expert, matrix in enumerate(weight):
+                quantize(f"{experts}.{projection}s.{expert}.weight", matrix.T)
+            continue
+        released[name] = weight
+        if projection.endswith("_proj_bias"):
+            layer = f"{experts}.{projection.removesuffix('_bias')}s"
+            four_bits |= {f"{layer}.{expert}.bias": bias.clone() for expert, bias in enumerate(weight)}
+        elif "self_attn" in name and name.endswith("proj.weight"):
+            quantize(name, weight)
+        else:
+            four_bits[name.replace(".router.", ".router.linear.")] = weight
+    config = json.loads((base / "config.json").read_text()) | {"dtype": "bfloat16"}
+    bits = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
+            "llm_int8_skip_modules": ["router", "lm_head", "embed_tokens"]}  # fmt: skip
+    for name, weights, packing in (
+        ("unsloth/gpt-oss-20b", released, program.MXFP4_CONFIG),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", four_bits, bits),
+    ):
+        place = shutil.copytree(base, folder / name)
+        save_file({key: value.contiguous() for key, value in weights.items()}, place / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+        (place / "config.json").write_text(json.dumps(config | {"quantization_config": packing}))
+        hub.publish(name, place)
+
+
+@pytest.fixture(scope="module")
+def env(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """An environment with that hub, and a place of its own for what Unsloth compiles."""
+    home = tmp_path_factory.mktemp("gpu")
+    with FakeHub() as hub:
+        publish(hub, base, home / "models")
+        yield {**hub.environment(home), "UNSLOTH_COMPILE_LOCATION": str(home / "compiled"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def four_bits(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of two steps in 4 bits, with what it printed."""
+    out = tmp_path_factory.mktemp("runs")
+    said = on_gpu("train", "--model", "unsloth/gpt-oss-20b", "--output-dir", out, "--run-name", "run", *SHORT, env=env)
+    return out / "run", said
+
+
+def test_every_expert_has_an_adapter_in_four_bits(four_bits: tuple[Path, str]) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(four_bits[0] / ADAPTER)
+    for name in ("gate_up_projs.0", "gate_up_projs.3", "down_projs.0", "down_projs.3"):
+        assert f"base_model.model.model.layers.2.mlp.experts.{name}.lora_B.weight" in weights
+    assert any(weight.any() for name, weight in weights.items() if ".experts." in name and "lora_B" in name)
+
+
+def test_unsloth_does_as_it_is_told(four_bits: tuple[Path, str]) -> None:
+    """Activations are computed again as its loader was told, and it does not warn at each generation that the length
+    which it has put into the model's configuration gives way to ours."""
+    assert "Unsloth 2026" in four_bits[1]
+    assert "gradient checkpointing stays off" not in four_bits[1]
+    assert "max_length" not in four_bits[1]
+
+
+def test_a_run_goes_on_to_the_same_weights(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
+    run = shutil.copytree(four_bits[0], tmp_path / "run", symlinks=True)
+    for later in ("checkpoint-2", "adapter"):
+        shutil.rmtree(run / later)
+    (run / "result.json").unlink()
+    said = on_gpu("train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name", "run", *SHORT,
+                  env=env)  # fmt: skip
+    assert "going on after step 1" in said
+    assert (run / ADAPTER).read_bytes() == (four_bits[0] / ADAPTER).read_bytes()
+
+
+def test_two_gpus_end_with_the_same_adapter(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
+    """Unsloth's trainer goes past DDP and averages gradients itself; the program refuses adapters that differ."""
+    output_of("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "tests/gpu_on_cpu.py",
+              "gpt_2048_rl.py", "train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name",
+              "run", *SHORT, env=env)  # fmt: skip
+    steps = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    assert [len(json.loads(step)["completions"]) for step in steps] == [4, 4]
+    assert (tmp_path / "run" / ADAPTER).read_bytes() != (four_bits[0] / ADAPTER).read_bytes()
+
+
+def test_the_benchmark_runs(env: dict[str, str], base: Path) -> None:
+    said = output_of("tests/gpu_on_cpu.py", "benchmarks/bench_gpu.py", "--model", base, "--batches", 2, "--steps", 1,
+                     "--tokens", 80, env=env)  # fmt: skip
+    assert json.loads(said[said.index('{"args"') :].splitlines()[0])["device"] == "NVIDIA H200"
+
+
+COMPARE = """
+import sys
+from safetensors.torch import load_file
+from tests import gpu_on_cpu
+gpu_on_cpu.become_gpu()
+import gpt_2048_rl as program
+model, _ = program.load_model(sys.argv[1], program.EvalConfig(model=sys.argv[1]), print)
+there = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if ".lora_" in name}
+written = load_file(sys.argv[1] + "/adapter_model.safetensors")
+assert there.keys() == written.keys()
+print("changed:", [name for name, weight in written.items() if not weight.equal(there[name].to(weight))])
+"""
+
+
+def test_an_exported_adapter_is_not_repacked(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
+    """Unsloth took it for one of its old layout, by a note that it had left in the configuration, and shuffled it."""
+    lora = tmp_path / "lora"
+    output_of("gpt_2048_rl.py", "export", four_bits[0], "--output-dir", lora, env=env)
+    said = output_of("-c", COMPARE, lora, env={**env, "PYTHONPATH": str(ROOT)})
+    assert "changed: []" in said
+    assert "repacked" not in said
+
+
+@pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
+def test_what_was_trained_can_be_evaluated(released: bool, env: dict[str, str], base: Path, tmp_path: Path) -> None:
+    """An adapter to fused experts was refused, where its own base had been trained in 4 bits."""
+    options = ("--model", "unsloth/gpt-oss-20b", "--no-load-in-4bit") if released else ("--model", base)
+    on_gpu("train", *options, "--output-dir", tmp_path, "--run-name", "run", *SHORT[2:], "--steps", 1, env=env)
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert "held-out boards" in on_gpu("eval", tmp_path / "run", "--games", 2, "--max-new-tokens", 48, env=env)
