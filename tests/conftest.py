@@ -14,7 +14,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import run
 
-STEPS, GENERATIONS = 2, 8  # of the short run
+STEPS, GENERATIONS, SIZE, TARGET = 2, 8, 4, 128  # of the short run
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +46,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two steps of training through the command line."""
+    """Two steps of training through the command line, on a small board, where good programs soon come to an end."""
     out = tmp_path_factory.mktemp("runs")
     numbers = {"steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1, "boards": 2,
-               "learning-rate": 1e-3, "save-steps": 1, "games": 4, "target": 512, "max-new-tokens": 96}  # fmt: skip
+               "learning-rate": 1e-3, "save-steps": 1, "games": 4, "size": SIZE, "target": TARGET,
+               "max-new-tokens": 96}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", "tiny", "--output-dir", out, "--run-name", "two-steps", "--json", *flags)
     assert done.returncode == 0, done.stderr

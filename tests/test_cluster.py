@@ -32,7 +32,7 @@ def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 NUMBERS = ("--model", "tiny", "--steps", 2, "--generations", 4, "--accumulation", 1, "--boards", 2,
-           "--save-steps", 1, "--games", 4, "--target", 512, "--max-new-tokens", 96)  # fmt: skip
+           "--save-steps", 1, "--games", 4, "--size", 4, "--target", 128, "--max-new-tokens", 96)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def test_the_adapter_is_whole(spread: Run) -> None:
 
 
 def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
-    done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--json")
+    done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failure:
         enter(tmp_path, "bash", "-c", "exit 3")
     assert failure.value.returncode == 3
+
+
+def test_libraries_are_compiled_once_and_not_at_every_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever the container runs as may not write beside them, and so each start took twice its time."""
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "library.py").write_text("a = 1")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    enter(tmp_path, sys.executable, "-c", "import sys; sys.path.append('image'); import library")
+    assert list(tmp_path.glob("image/*")) == [tmp_path / "image" / "library.py"]
+    assert len(list((tmp_path / ".cache").rglob("library.*.pyc"))) == 1
 
 
 @pytest.mark.skipif(

@@ -281,7 +281,7 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
 
 def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
     exported(learned, "merged_16bit", tmp_path / "merged")
-    done = run("eval", tmp_path / "merged", "--games", "4", "--json")
+    done = run("eval", tmp_path / "merged", "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["games"] == 4
 

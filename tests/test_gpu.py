@@ -22,8 +22,8 @@ from tests.helpers import ROOT
 pytestmark = pytest.mark.slow
 
 ADAPTER = Path("adapter", "adapter_model.safetensors")
-SHORT = ("--steps", 2, "--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--games", 2,
-         "--max-new-tokens", 48, "--eval-batch-size", 2)  # fmt: skip
+SHORT = ("--steps", 2, "--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--size", 4,
+         "--games", 2, "--max-new-tokens", 48, "--eval-batch-size", 2)  # fmt: skip
 
 
 def output_of(*arguments: object, env: Mapping[str, str]) -> str:
@@ -176,4 +176,6 @@ def test_what_was_trained_can_be_evaluated(released: bool, env: dict[str, str], 
     on_gpu("train", *options, "--output-dir", tmp_path, "--run-name", "run", *SHORT[2:], "--steps", 1, env=env)
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    assert "held-out boards" in on_gpu("eval", tmp_path / "run", "--games", 2, "--max-new-tokens", 48, env=env)
+    assert "held-out boards" in on_gpu(
+        "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 48, env=env
+    )

@@ -147,8 +147,8 @@ def test_the_doctor_says_what_is_wrong(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Other models
 
-SHORT = ("--steps", "1", "--generations", "2", "--batch-size", "2", "--accumulation", "1", "--boards", "1", "--games",
-         "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
+SHORT = ("--steps", "1", "--generations", "2", "--batch-size", "2", "--accumulation", "1", "--boards", "1",
+         "--size", "4", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_model_comes_from_the_hub(qwen: Path, tmp_path: Path) -> None:
         done = run("--model", "someone/Qwen-nano", "--output-dir", tmp_path, "--run-name", "one", *SHORT,
                    env=environment)  # fmt: skip
         assert done.returncode == 0, done.stderr
-    done = run("eval", "someone/Qwen-nano", *SHORT[-7:], env=environment)
+    done = run("eval", "someone/Qwen-nano", *SHORT[-9:], env=environment)
     assert done.returncode == 0, done.stderr
 
 

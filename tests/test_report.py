@@ -22,7 +22,7 @@ import gpt_2048_rl as program
 import records
 import report
 from tests.browser import Browser, Page
-from tests.conftest import Run
+from tests.conftest import SIZE, TARGET, Run
 from tests.helpers import HONEST, run
 
 HOSTILE = (
@@ -240,9 +240,9 @@ def test_the_replay_ends_where_the_referee_stopped(trained: Run, browser: Browse
     """The best of the held-out games, played once more by the referee, move for move."""
     source = (trained.folder / "best_strategy.py").read_text()
     seeds = program.board_seeds(4, held_out=True)
-    played = program.execute_strategies([source], seeds, target=program.TO_THE_END, record=True)[0]
+    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END, record=True)[0]
     best = max(played, key=lambda game: (game.max_tile, game.score))
-    board = program.GameBoard(6, best.seed, program.TO_THE_END)
+    board = program.GameBoard(SIZE, best.seed, program.TO_THE_END)
     start = list(itertools.chain(*board.board()))
     for move in best.moves:
         board.move(int(move))
@@ -254,7 +254,7 @@ def test_the_replay_ends_where_the_referee_stopped(trained: Run, browser: Browse
         assert f"Score {best.score:,}, largest tile {best.max_tile}." in shown(page, "#status")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, browser: Browser) -> None:
     """Forwards, backwards and in leaps; boards of other sizes; games longer than the positions that are kept."""
     game = program.execute_strategies([HONEST], [size], size, program.TO_THE_END, record=True)[0][0]
@@ -410,8 +410,8 @@ def test_text_stands_out(scheme: str, trained: Run, browser: Browser) -> None:
 def other(folder: Path, tmp_path: Path) -> Path:
     """A run like the first, except for its tiles after training: higher on one board, lower on two."""
     twin = Path(shutil.copytree(folder, tmp_path / "twin", symlinks=True))
-    change(folder / "result.json", lambda result: result["after"].update(tiles=[512, 512, 512, 64]))
-    change(twin / "result.json", lambda result: result["after"].update(tiles=[1024, 256, 64, 64]))
+    change(folder / "result.json", lambda result: result["after"].update(tiles=[128, 128, 128, 16]))
+    change(twin / "result.json", lambda result: result["after"].update(tiles=[256, 64, 16, 16]))
     return twin
 
 
@@ -503,12 +503,12 @@ def test_the_result_is_there_for_each_board(trained: Run) -> None:
     result = json.loads((trained.folder / "result.json").read_text())
     seeds = program.board_seeds(4, held_out=True)
     source = program.control_strategies("bepo")["greedy"]
-    played = program.execute_strategies([source], seeds, target=program.TO_THE_END)[0]
+    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END)[0]
     assert result["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
     assert len(set(result["boards"])) == 4
     assert not any(str(seed) in (trained.folder / "best_game.json").read_text() for seed in seeds)
     scores = [result["before"], result["after"], result["best"], *result["controls"].values()]
-    assert all(sum(tile >= 512 for tile in score["tiles"]) / 4 == score["won"] for score in scores)
+    assert all(sum(tile >= TARGET for tile in score["tiles"]) / 4 == score["won"] for score in scores)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

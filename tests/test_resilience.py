@@ -26,7 +26,8 @@ import gpt_2048_rl as program
 from tests.helpers import ROOT, alive, descendants, run, wait_until
 
 NUMBERS = {"model": "tiny", "generations": 4, "batch-size": 4, "accumulation": 1, "boards": 1, "save-steps": 1,
-           "games": 2, "target": 256, "max-new-tokens": 64, "learning-rate": 1e-3, "run-name": "run"}  # fmt: skip
+           "games": 2, "size": 4, "target": 128, "max-new-tokens": 64, "learning-rate": 1e-3,
+           "run-name": "run"}  # fmt: skip
 
 
 def command(out: Path, **changes: object) -> list[str]:

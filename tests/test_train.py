@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.conftest import GENERATIONS, STEPS, Run
+from tests.conftest import GENERATIONS, STEPS, TARGET, Run
 from tests.helpers import HONEST, descendants, run
 
 
@@ -151,7 +151,7 @@ def test_checkpoints_keep_the_curriculum(trained: Run) -> None:
         / (2 * len(step["completions"]))
         for step in trained.rollouts
     ]
-    assert kept == {"since": [[0, 512]], "recent": pytest.approx(won)}
+    assert kept == {"since": [[0, TARGET]], "recent": pytest.approx(won)}
 
 
 @pytest.fixture(scope="session")
@@ -222,8 +222,8 @@ def test_training_changes_the_adapter(trained: Run) -> None:
 
 def test_groups_of_a_step_and_a_target_that_climbs(base: Path, tmp_path: Path) -> None:
     """Two groups, gathered over four forward passes; games that are won by any key raise the target: 4, 8, 16."""
-    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "target": 4, "games": 2,
-               "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
+    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "size": 4, "target": 4,
+               "games": 2, "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags)
     assert done.returncode == 0, done.stderr
@@ -246,14 +246,14 @@ def test_a_damaged_adapter_gets_one_line(trained: Run, tmp_path: Path) -> None:
     folder = shutil.copytree(trained.folder / "adapter", tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    done = run("eval", folder, "--games", "4")
+    done = run("eval", folder, "--games", "4", "--size", "4")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: model")
     assert "Traceback" not in done.stderr
 
 
 def test_the_trained_adapter_can_be_evaluated(trained: Run) -> None:
-    done = run("eval", trained.folder / "adapter", "--games", "4", "--json")
+    done = run("eval", trained.folder / "adapter", "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["games"] == 4
 

@@ -143,7 +143,7 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
 
     program.prepare_environment(offline=True)
     noise = program.warm_start(tmp_path / "noise", config=program.TinyConfig(steps=1, batch=4, corpus=50))
-    numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "target": 64,
+    numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)
