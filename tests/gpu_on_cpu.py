@@ -28,6 +28,8 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
+sys.modules["openenv"] = None  # type: ignore[assignment]  # where it is installed, unsloth takes seconds to mend it
+
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 MEMORY = 150_000_000_000
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132,

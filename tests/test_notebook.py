@@ -32,8 +32,8 @@ def test_it_is_its_source_with_what_that_printed() -> None:
 
 
 def test_it_runs_from_top_to_bottom(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --generations 16 "
-                                         "--batch-size 16 --accumulation 1")  # fmt: skip
+    monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --size 4 "
+                                         "--generations 16 --batch-size 16 --accumulation 1")  # fmt: skip
     notebook = jupytext.read(SOURCE)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": ROOT}}).execute()
     assert pictures(notebook) == 3

@@ -308,7 +308,7 @@ def test_twenty_kills_change_nothing(base: Path, tmp_path: Path) -> None:
     for kill in range(21):
         with started(*broken, log=log) as process:
             if kill % 3 == 0:
-                time.sleep(rng.uniform(0.0, 15.0))
+                time.sleep(rng.uniform(0.0, 10.0))
             elif kill % 3 == 1:
                 assert wait_until(lambda: f"/{steps}  reward" in log.read_text(), 300), log.read_text()
             else:
