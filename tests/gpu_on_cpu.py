@@ -28,8 +28,6 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
-sys.modules["openenv"] = None  # type: ignore[assignment]  # where it is installed, unsloth takes seconds to mend it
-
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 MEMORY = 150_000_000_000
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132,
@@ -136,6 +134,7 @@ def become_gpu() -> None:
     bitsandbytes.functional.lib = Native(bitsandbytes.functional.lib)
     # Written in Triton, for heads of 512, and the loader asks for it in any case.
     sys.modules["unsloth.kernels.large_head_attention"] = SimpleNamespace(patch_large_head_attention=lambda _: None)  # type: ignore[assignment]
+    sys.modules["openenv"] = None  # type: ignore[assignment]  # where it is installed, unsloth imports it for seconds
     Redirected().__enter__()  # type: ignore[no-untyped-call]
     if RANKS > 1:
         become_one_of_several()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.conftest import GENERATIONS, STEPS, TARGET, Run
+from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
 from tests.helpers import HONEST, descendants, run
 
 
@@ -98,7 +98,7 @@ def test_the_log_holds_sources_and_rewards_that_can_be_checked(trained: Run, poo
     """Judging a logged completion again gives the logged reward."""
     row = max((row for step in trained.rollouts for row in step["completions"]), key=lambda row: float(row["reward"]))
     seeds = [game["seed"] for game in row["results"]]
-    rewards = program.strategy_succeeds([row["text"]], seeds=[seeds], target=[512])
+    rewards = program.strategy_succeeds([row["text"]], seeds=[seeds], size=[SIZE], target=[TARGET])
     assert rewards == [pytest.approx(row["reward"])]
 
 
@@ -222,8 +222,8 @@ def test_training_changes_the_adapter(trained: Run) -> None:
 
 def test_groups_of_a_step_and_a_target_that_climbs(base: Path, tmp_path: Path) -> None:
     """Two groups, gathered over four forward passes; games that are won by any key raise the target: 4, 8, 16."""
-    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "size": 4, "target": 4,
-               "games": 2, "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
+    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "target": 4, "games": 2,
+               "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags)
     assert done.returncode == 0, done.stderr
