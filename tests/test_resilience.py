@@ -234,7 +234,7 @@ def test_a_run_says_what_made_it(undisturbed: Path) -> None:
 
 def test_a_second_interruption_ends_it_at_once(base: Path, tmp_path: Path) -> None:
     """And leaves what is there whole."""
-    slow = command(tmp_path, generations=64, batch_size=64, size=6, target=1 << 20)
+    slow = command(tmp_path, generations=64, batch_size=64)
     with started(*slow, log=tmp_path / "log") as process:
         assert wait_until(lambda: steps_done(tmp_path / "run"), 240), (tmp_path / "log").read_text()
         children = descendants(process.pid)
