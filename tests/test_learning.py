@@ -14,7 +14,7 @@ import gpt_2048_rl as program
 from tests.test_rewards import fenced
 
 KEYS = program.LAYOUTS["bepo"]
-BOARDS, OTHER_BOARDS = tuple(range(101, 109)), tuple(range(201, 209))
+BOARDS, OTHER_BOARDS = tuple(range(101, 109)), tuple(range(201, 217))
 
 
 def plays(choice: str, order: str = KEYS, score: str = "") -> str:
