@@ -27,7 +27,6 @@ import ast
 import atexit
 import builtins
 import contextlib
-import contextvars
 import ctypes
 import dataclasses
 import errno
@@ -51,6 +50,7 @@ import socket
 import statistics
 import struct
 import subprocess
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -67,7 +67,7 @@ from itertools import islice, pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -300,21 +300,25 @@ def build_prompt(size: int = 6, target: int = 2048, keys: str = "bepo", wording:
     )
 
 
+_SPELLED_OUT = re.compile(r"(analysis|commentary|final)(?=[^\W_]|[\"'`*#<])")  # a channel's name, then its text at once
+_END_MARKS = re.compile(r"<\|(?:return|end|call|start)\|>")
+
+
 def final_channel(text: str) -> str | None:
     """What a harmony model (gpt-oss) says to the user, with or without its special tokens; other text as it is.
 
     None where the text ends before the final channel begins: nothing inside an analysis counts.
     """
-    if "<|channel|>" in text:
-        _, found, text = text.rpartition("<|channel|>final")
-        text = text.partition("<|message|>")[2] if found else ""
-    elif text.startswith(("analysis", "commentary")):  # TRL decodes without special tokens
-        _, found, text = text.partition("assistantfinal")
-    elif text.startswith("final"):  # likewise, straight to the final channel: "final```python"
-        found, text = "final", text[len("final") :]
-    else:
-        found = "the whole text"
-    return re.split(r"<\|(?:return|end|call|start)\|>", text, maxsplit=1)[0] if found else None
+    if text.startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
+        _, found, final = text.rpartition("<|channel|>final")
+        return final.partition("<|message|>")[2] if found else None
+    channel = _SPELLED_OUT.match(text)  # TRL decodes without special tokens: "analysisWe need...assistantfinalHere"
+    if channel is None:
+        return text
+    if channel[1] == "final":
+        return text[channel.end() :]
+    _, found, final = text.partition("assistantfinal")
+    return final if found else None
 
 
 def parse(source: str) -> ast.Module | None:
@@ -391,7 +395,13 @@ def extract_function(text: str) -> str | None:
     answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None:
         return None
-    lines = answer.split("\n")
+    # An answer ends at harmony's end mark, unless the mark is part of the program: then a later end has to do.
+    ends = [*(mark.start() for mark in islice(_END_MARKS.finditer(answer), _FENCES)), len(answer)]
+    return next(filter(None, (_find_program(answer[:end].split("\n")) for end in ends)), None)
+
+
+def _find_program(lines: list[str]) -> str | None:
+    """The program in the lines of an answer, fenced or not."""
     opens = [i for i, line in enumerate(lines) if _FENCE_OPENS.match(line)][-_FENCES:]
     closes = [i for i, line in enumerate(lines) if _FENCE_CLOSES.match(line)][-_FENCES:]
     for end in reversed(closes):
@@ -411,7 +421,48 @@ def extract_function(text: str) -> str | None:
     return _unfenced_program(outside)
 
 
+def visible_program(source: str) -> str | None:
+    """The same program without a character that a terminal would act on, written anew from its syntax tree if need be.
+
+    None where that cannot be done.  What is shown, logged and saved is then what was played.
+    """
+    if is_visible(source):
+        return source
+    tree = parse(source)
+    try:
+        anew = ast.unparse(tree) if tree else ""
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    return anew if anew and is_visible(anew) else None
+
+
+def is_visible(source: str) -> bool:
+    """Whether a program holds nothing but printable characters, line breaks and tabs."""
+    return all(character.isprintable() or character in "\n\t" for character in source)
+
+
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
+_DUNDER = re.compile(r"__\w+__")
+
+
+def builtins_used(source: str) -> set[str]:
+    """The names that a program reads and binds nowhere in reach: builtins, or undefined.
+
+    A scope's own names are its own alone: `lambda eval: 0` lends no other line an `eval`.
+    """
+    try:
+        module = symtable.symtable(source, "<strategy>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    tables, read, bound = [module], set[str](), set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table is module or symbol.is_global():
+                read |= {symbol.get_name()} if symbol.is_referenced() else set()
+                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+    return read - bound
 
 
 def find_cheating(source: str) -> str:
@@ -421,10 +472,6 @@ def find_cheating(source: str) -> str:
     """
     tree = parse(source)
     nodes = list(ast.walk(tree)) if tree else []  # iterative: long code cannot exhaust the stack
-    own = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-    own |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    own |= {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
     for node in nodes:
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -434,22 +481,20 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-        if isinstance(node, ast.Name) and node.id not in own:
-            if node.id in _INTERPRETER_NAMES:
-                return f"uses {node.id}"
-            name = node.id
-        else:
-            name = node.attr if isinstance(node, ast.Attribute) else ""
-        if re.fullmatch(r"__\w+__", name) and name not in ("__init__", "__name__"):
-            return f"reaches for {name}"
-    return ""
+    names = builtins_used(source) if tree else set()
+    if used := sorted(names & _INTERPRETER_NAMES):
+        return f"uses {used[0]}"
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    reached = sorted(n for n in names if _DUNDER.fullmatch(n) and n not in ("__init__", "__name__"))
+    return f"reaches for {reached[0]}" if reached else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Jailed players
 #
-# trainer -> W workers (trusted referees: games, seeds, clock, score) -> a zygote each -> a jailed player per strategy.
+# trainer -> W workers (trusted referees: games, seeds, clock, score) -> a zygote each -> a jailed player for each game.
 # A player only turns boards into keys.  Its first byte says that the jail holds; all that follows is a claim.
+# It lives for one game, which is played once: no result depends on another game, and luck cannot be tried again.
 
 
 @dataclass(frozen=True)
@@ -457,11 +502,12 @@ class Limits:
     """What a strategy may use."""
 
     move_seconds: float = 1.0  # CPU seconds for one move, and for loading
-    wall_factor: float = 4.0  # the wall ceiling, in multiples of the CPU limit (plus 10 s)
+    paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
+    wall_factor: float = 4.0  # the wall ceiling on a busy machine, in multiples of the CPU limit (plus 10 s)
     memory_bytes: int = 256 << 20  # address space of the player
     source_bytes: int = 64 << 10
+    parse_seconds: float = 3.0  # CPU seconds for reading an answer
     idle_moves: int = 64  # consecutive moves that change nothing end a game as "stuck"
-    lockstep: int = 4  # games that one player plays at the same time; together they may use the CPU of one
     detail_chars: int = 200
 
 
@@ -471,10 +517,7 @@ OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_
 
 @dataclass(frozen=True)
 class GameResult:
-    """How one strategy fared on one board.  `detail` is bounded and printable.
-
-    `seconds` is CPU time of the player; of games in lockstep each has its share, by its number of moves.
-    """
+    """How one strategy fared on one board.  `detail` is bounded and printable, `seconds` CPU time of the player."""
 
     seed: int
     outcome: str  # one of OUTCOMES
@@ -492,20 +535,22 @@ class JailError(RuntimeError):
 
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# Nothing here can wait but read and write on the player's own socket: without futex a lock is no way to sleep.
 SYSTEM_CALLS = {
     "x86_64": {"read": 0, "write": 1, "mmap": 9, "munmap": 11, "brk": 12, "rt_sigreturn": 15, "mremap": 25,
-               "madvise": 28, "exit": 60, "gettimeofday": 96, "futex": 202, "clock_gettime": 228, "exit_group": 231,
-               "getrandom": 318},
+               "exit": 60, "gettimeofday": 96, "clock_gettime": 228, "exit_group": 231},
     "aarch64": {"read": 63, "write": 64, "mmap": 222, "munmap": 215, "brk": 214, "rt_sigreturn": 139, "mremap": 216,
-                "madvise": 233, "exit": 93, "gettimeofday": 169, "futex": 98, "clock_gettime": 113, "exit_group": 94,
-                "getrandom": 278},
+                "exit": 93, "gettimeofday": 169, "clock_gettime": 113, "exit_group": 94},
 }  # fmt: skip
+_PROT_EXEC, _MAP_ANONYMOUS = 0x4, 0x20
+_MAP_OTHER = 0xFFFFFFFF & ~(_MAP_ANONYMOUS | 0x2 | 0x4000 | 0x20000)  # all but MAP_PRIVATE, MAP_NORESERVE, MAP_STACK
 
 
 def seccomp_filter(machine: str) -> bytes:
     """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.
 
-    Allows SYSTEM_CALLS, mmap only anonymous and not executable; the rest is EPERM, a foreign ABI is killed.
+    Allows SYSTEM_CALLS; mmap only anonymous, private (RLIMIT_AS forgets shared memory when it is unmapped, the machine
+    does not) and not executable.  The rest is EPERM, a foreign ABI is killed.
     """
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     numbers = dict(SYSTEM_CALLS[machine])
@@ -515,8 +560,8 @@ def seccomp_filter(machine: str) -> bytes:
         code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
     for number in numbers.values():
         code += [(equal, 0, 1, number), (give, 0, 0, _ALLOW)]
-    code += [(equal, 0, 4, mmap), (load, 0, 0, 32), (any_bit, 2, 0, 0x4)]  # args[2] & PROT_EXEC -> deny
-    code += [(load, 0, 0, 40), (any_bit, 1, 0, 0x20)]  # args[3] & MAP_ANONYMOUS -> allow
+    code += [(equal, 0, 5, mmap), (load, 0, 0, 32), (any_bit, 3, 0, _PROT_EXEC)]  # args[2] -> deny
+    code += [(load, 0, 0, 40), (any_bit, 1, 0, _MAP_OTHER), (any_bit, 1, 0, _MAP_ANONYMOUS)]  # args[3] -> deny, allow
     code += [(give, 0, 0, _DENY), (give, 0, 0, _ALLOW)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
@@ -533,6 +578,7 @@ class Jail:
         if machine not in _AUDIT_ARCH:
             raise JailError(f"there is no seccomp filter for machine {machine}")
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._capset = self._libc.capset  # looked up here, where it costs nothing
         code = seccomp_filter(machine)
         self._code = ctypes.create_string_buffer(code, len(code))
         program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._code))  # struct sock_fprog
@@ -549,13 +595,20 @@ class Jail:
         if os.getppid() != parent:
             os._exit(1)
 
+    def _drop_capabilities(self) -> None:
+        header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # linux/capability.h, version 3
+        if self._capset(header, none):
+            raise JailError(f"capset: {os.strerror(ctypes.get_errno())}")
+
     def enter(self, parent: int) -> None:
         """Lock the calling process in, and prove it."""
         if os.geteuid() == 0:
-            with contextlib.suppress(OSError):  # without CAP_SETUID the jail is the rest of it
-                os.setgroups([])
-                os.setresgid(65534, 65534, 65534)
-                os.setresuid(65534, 65534, 65534)
+            nobody = 65534
+            for give_up in (partial(os.setgroups, []), partial(os.setresgid, *[nobody] * 3),
+                            partial(os.setresuid, *[nobody] * 3)):  # fmt: skip
+                with contextlib.suppress(OSError):  # each by itself: a user namespace may refuse one, or have no nobody
+                    give_up()
+        self._drop_capabilities()  # so that uid 0, where it has to stay, is worth no more than any other
         self._prctl(4, 0)  # PR_SET_DUMPABLE
         self.die_with(parent)  # a change of user has cleared it
         self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
@@ -587,108 +640,87 @@ class _NoStream(io.TextIOBase):
         return ""
 
 
-class _GameRandom(random.Random):
-    """Without a seed it takes the game's, never the system's: a strategy plays the same game twice."""
+def _fix_random(seed: int) -> None:
+    """Make all random numbers of this process follow from a seed: a strategy plays the same game twice."""
+    random.seed(seed)
+    own_seed, stream = random.Random.seed, random.getrandbits
 
-    default: ClassVar[int] = 0
+    def seed_from_the_game(self: random.Random, a: Any = None, version: int = 2) -> None:
+        own_seed(self, stream(64) if a is None else a, version)
 
-    def seed(self, a: Any = None, version: int = 2) -> None:
-        super().seed(self.default if a is None else a, version)
+    random.Random.seed = seed_from_the_game  # type: ignore[method-assign]
+    random.SystemRandom = random.Random  # type: ignore[misc, assignment]
+    random.seed = vars(random)["_inst"].seed
 
 
-def _own_modules(seed: int) -> Callable[..., ModuleType]:
-    """An `__import__` for one game: the allowed modules, as copies of its own, with a random stream of its own.
-
-    The copies are shallow: attributes hung on a module's classes and functions are seen in all games of the strategy.
-    """
-    copies: dict[str, ModuleType] = {}
-
-    def own(module: ModuleType) -> ModuleType:
-        name = module.__name__
-        if name not in copies:
-            copies[name] = copy = ModuleType(name, module.__doc__)
-            vars(copy).update(vars(module))
-            if name == "random":
-                stream = _GameRandom(seed)
-                vars(copy).update({n: getattr(stream, n) for n in module.__all__ if hasattr(stream, n)})
-                vars(copy)["Random"] = type("Random", (_GameRandom,), {"default": seed})
-        return copies[name]
-
-    def guarded(
-        name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0
-    ) -> ModuleType:
-        if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
-            raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
-        return own(__import__(name, None, None, fromlist, 0))  # type: ignore[arg-type]
-
-    return guarded
+def _guarded_import(
+    name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0
+) -> ModuleType:
+    """`__import__` for strategies: the allowed modules and no others."""
+    if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
+        raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
+    return __import__(name, None, None, fromlist, 0)  # type: ignore[arg-type]
 
 
 def _describe(value: object) -> bytes:
     """A note about an exception or a wrong key, whatever it does when it is printed."""
     try:
         text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else f"returned {value!r:.100}"
-        return text.encode("utf-8", "replace")[:1000].replace(b"\0", b" ")
+        return text.encode("utf-8", "replace")[:1000]
     except BaseException:
         return b"something that cannot be printed"
 
 
-def _load(source: str, random_seeds: Sequence[int]) -> tuple[bytes, list[Callable[[object], object]]]:
-    """One function per game, each from a namespace of its own; and the player's claim about how loading went."""
+def _load(source: bytes) -> tuple[bytes, Callable[[object], object] | None]:
+    """The player's claim about how loading went, with its reason; and the strategy."""
     try:
-        code = compile(source, "<strategy>", "exec", dont_inherit=True)
+        code = compile(source.decode("utf-8", "surrogatepass"), "<strategy>", "exec", dont_inherit=True)
     except BaseException as error:
-        return b"none" + _describe(error), []
-    strategies: list[Callable[[object], object]] = []
+        return b"none" + _describe(error), None
+    module = sys.modules["strategy"] = ModuleType("strategy")  # where dataclasses looks up string annotations
+    namespace = vars(module)
+    namespace["__builtins__"] = dict(vars(builtins), __import__=_guarded_import)
     try:
-        for seed in random_seeds or (0,):  # where there is no game to play, it is loaded all the same
-            own_builtins = dict(vars(builtins), __import__=_own_modules(seed))
-            module = sys.modules["strategy"] = ModuleType("strategy")  # where dataclasses looks up string annotations
-            namespace = vars(module)
-            namespace["__builtins__"] = own_builtins
-            context = contextvars.Context()  # decimal keeps its precision in it
-            context.run(exec, code, namespace)
-            strategy = namespace.get("strategy")
-            if not callable(strategy):
-                return b"none" + b"no function strategy(board)", []
-            strategies.append(partial(context.run, strategy))
+        exec(code, namespace)
     except BaseException as error:
-        return b"fail" + _describe(error), []
-    return b"load", strategies
+        return b"fail" + _describe(error), None
+    strategy = namespace.get("strategy")
+    return (b"load", strategy) if callable(strategy) else (b"none" + b"no function strategy(board)", None)
 
 
+_TOKEN_BYTES = 4
 _NOT_A_KEY, _RAISED = 254, 255
 
 
-def _answer(strategies: Sequence[Callable[[object], object]], size: int, keys: str, channel: int) -> None:
-    """Answer every message of (game, exponents...) records with a direction per game, then a note per direction that
-    is none, separated by NULs; until the end."""
-    table, stride = key_table(keys), 1 + size * size
-    tile = _TILES.__getitem__
-    rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))
-    while message := os.read(channel, 1 << 16):
-        directions, notes = bytearray(), []
-        for start in range(0, len(message), stride):
-            board = list(rows(list(map(tile, message[start + 1 : start + stride]))))  # fresh lists at every call
-            try:
-                key = strategies[message[start]](board)
-                direction = table.get(key) if type(key) is str else None
-                if direction is None:
-                    direction = direction_of(key, table)
-                if direction is None:
-                    direction = _NOT_A_KEY
-                    notes.append(_describe(key))
-            except BaseException as error:
-                direction = _RAISED
-                notes.append(_describe(error))
-            directions.append(direction)
-        os.write(channel, directions + b"\0".join(notes))
+def _answer(strategy: Callable[[object], object], size: int, keys: str, channel: int) -> None:
+    """Answer every message, a token and the exponents of a board, with the token and a direction; until the end.
+
+    Behind a direction that is none stands a note.
+    """
+    table, tile = key_table(keys), _TILES.__getitem__
+    rows = itemgetter(*(slice(start, start + size) for start in range(0, size * size, size)))
+    read, write = os.read, os.write
+    while message := read(channel, 512):
+        note = b""
+        try:
+            key = strategy(list(rows(list(map(tile, message[_TOKEN_BYTES:])))))  # fresh lists at every call
+            direction = table.get(key) if type(key) is str else None
+            if direction is None:
+                direction = direction_of(key, table)
+            if direction is None:
+                direction, note = _NOT_A_KEY, _describe(key)
+        except BaseException as error:
+            direction, note = _RAISED, _describe(error)
+        write(channel, message[:_TOKEN_BYTES] + _NUMBERS[direction] + note)
 
 
 def _player(jail: Jail | None, channel: int, parent: int) -> None:
     """A forked child of the zygote: lock the door, say so, load the strategy, answer boards."""
-    job = json.loads(os.read(channel, 1 << 16))
-    source = os.read(channel, LIMITS.source_bytes).decode("utf-8", "surrogatepass")
+    with contextlib.suppress(OSError):  # where memory is short, the kernel ends the player and not the trainer
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(descriptor, b"1000")
+    header, _, source = os.read(channel, LIMITS.source_bytes + 1000).partition(b"\n")
+    job = json.loads(header)
     os.closerange(0, channel)
     os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = sys.stdout = sys.stderr = _NoStream()
@@ -696,10 +728,11 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
     if jail:
         jail.enter(parent)
     os.write(channel, b"jailed")  # the last word that is trusted
-    random.seed(0)  # what the allowed modules themselves draw from
-    claim, strategies = _load(source, job["random_seeds"])
+    _fix_random(job["random_seed"])
+    claim, strategy = _load(source)
     os.write(channel, claim)
-    _answer(strategies, job["size"], job["keys"], channel)
+    if strategy:
+        _answer(strategy, job["size"], job["keys"], channel)
 
 
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
@@ -741,10 +774,10 @@ _PROCESS_ENDED = f"{_PROCESS} ended"
 _BY_THE_JAIL = (_PROCESS, "MemoryError", "PermissionError")  # how the details of such games begin
 
 
-class _Over(Exception):
-    """A player's process has ended or has to: the outcome of its games, and why."""
+class GameOver(Exception):
+    """A game has ended or has to: its outcome, and why."""
 
-    def __init__(self, outcome: str, detail: str) -> None:
+    def __init__(self, outcome: str, detail: str = "") -> None:
         super().__init__(outcome, detail)
         self.outcome, self.detail = outcome, detail
 
@@ -763,86 +796,115 @@ def _visible(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
 
 
+_NUMBERS = tuple(bytes((i,)) for i in range(256))
+
+
 class _PlayerProcess:
-    """A jailed player as its referee sees it: messages out and in, under CPU and wall limits."""
+    """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.
+
+    Its methods raise GameOver where the player breaks a limit or the protocol, or has died.
+    """
 
     POLL_SECONDS = 0.1  # how often a waiting referee looks at the clocks
-    ASLEEP_POLLS = 4  # nobody but the referee could wake a player: asleep this often, it is blocked
+    ASLEEP_POLLS = 4  # only the referee sends anything: a player asleep at so many looks is deadlocked
+    CONTROL_SECONDS = 30.0  # for the zygote's part; a referee whose zygote takes longer gives up, and is replaced
 
-    def __init__(self, zygote: socket.socket, cpu_seconds: float, job: Mapping[str, object], source: bytes) -> None:
-        self._zygote = zygote
-        self.cpu_limit = cpu_seconds
-        self._deadline = time.monotonic() + LIMITS.wall_factor * cpu_seconds + 10
+    def __init__(self, zygote: socket.socket, job: Job, random_seed: int, source: bytes) -> None:
+        self._zygote, self._job = zygote, job
+        self.moves = bytearray()  # what the player answered, a byte a move
+        most = job.cpu_seconds(LIMITS.paid_moves)
+        self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
+        self._referee_began = time.process_time()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        zygote.settimeout(self.CONTROL_SECONDS)
         with theirs:
             socket.send_fds(zygote, [b"fork"], [theirs.fileno()])
             self.pid: int = struct.unpack("=i", zygote.recv(16))[0]
         poll = struct.pack("ll", 0, int(self.POLL_SECONDS * 1e6))
-        self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, poll)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._channel.setsockopt(socket.SOL_SOCKET, option, poll)
         self._descriptor = self._channel.fileno()
         self._clock = (~self.pid << 3) | 2  # the process's CPU clock: clock_getcpuclockid(3)
         self._next_look = 0.0
+        # Who has not read a board cannot know its token: answers given ahead, or twice, break the protocol.
+        self._token = partial(random.Random(secrets.randbits(128)).randbytes, _TOKEN_BYTES)
+        header = {"size": job.size, "keys": job.keys, "random_seed": random_seed, "cpu_seconds": int(most) + 2}
         try:
-            self.send(json.dumps({**job, "cpu_seconds": int(cpu_seconds) + 2}).encode())
-            self.send(source)
-            said = self.receive(LIMITS.move_seconds)
-        except _Over as over:
+            self._send(json.dumps(header).encode() + b"\n" + source)
+            said = self._receive()
+        except GameOver as over:
             said = over.detail.encode()
         if said != b"jailed":
             self.close()
             raise JailError("a player could not be jailed: " + printable(said.decode("utf-8", "replace")))
 
-    def send(self, message: bytes) -> None:
-        """Send one message.  Raises _Over when nobody is there to read it."""
-        try:
-            self._channel.send(message)
-        except OSError:
-            raise _Over("error", _PROCESS_ENDED) from None
+    def load(self) -> tuple[str, str]:
+        """What the player says became of loading: "load", "fail" or "none", and why."""
+        said = self._receive().decode("utf-8", "replace")
+        return (said[:4] if said[:4] in ("load", "none") else "fail"), said[4:]
 
-    def cpu(self) -> float:
-        """CPU seconds used so far; 0 when the process is gone."""
+    def choose(self, board: bytes) -> tuple[int, bytes]:
+        """Its answer to a board of exponents: an index in DIRECTIONS, or a larger number and a note."""
+        token = self._token()
+        self._send(token + board)
+        answer = self._receive()
+        if not answer.startswith(token) or len(answer) == _TOKEN_BYTES:
+            raise GameOver("error", "the player broke the protocol")
+        self.moves.append(direction := answer[_TOKEN_BYTES])
+        return direction, answer[_TOKEN_BYTES + 1 :]
+
+    def _send(self, message: bytes) -> None:
+        try:
+            os.write(self._descriptor, message)  # never waits: it has read all before, or broken the protocol
+        except OSError:
+            raise GameOver("error", _PROCESS_ENDED) from None
+
+    def _receive(self) -> bytes:
+        """The next message, for which the player may use the CPU seconds of a move."""
+        try:
+            try:
+                message = os.read(self._descriptor, 4096)  # nearly always there in time: one system call
+            except BlockingIOError:
+                message = self._wait()
+        except ConnectionError:
+            message = b""
+        if not message:
+            raise GameOver("error", _PROCESS_ENDED)
+        if time.monotonic() > self._next_look:
+            self._look()
+        return message
+
+    def _cpu(self) -> float:
+        """CPU seconds of the player so far; 0 when it is gone."""
         try:
             return time.clock_gettime(self._clock)
         except OSError:
             return 0.0
 
-    def receive(self, cpu_seconds: float) -> bytes:
-        """The next message, for which the player may use so much CPU.  Raises _Over at a limit or when it died."""
-        try:
-            try:
-                message = os.read(self._descriptor, 1 << 16)  # nearly always there in time: one system call
-            except BlockingIOError:
-                message = self._wait(cpu_seconds)
-        except ConnectionError:
-            message = b""
-        if not message:
-            raise _Over("error", _PROCESS_ENDED)
-        if time.monotonic() > self._next_look:
-            self._look()
-        return message
-
     def _look(self) -> None:
+        """Hold the clocks against the limits.  The referee's own CPU counts too: wall time has a bound by it."""
         self._next_look = time.monotonic() + self.POLL_SECONDS / 2
-        if self.cpu() > self.cpu_limit:
-            raise _Over("timeout", f"more than {self.cpu_limit:g} s of CPU time")
+        limit = self._job.cpu_seconds(len(self.moves))
+        if self._cpu() + time.process_time() - self._referee_began > limit:
+            raise GameOver("timeout", f"more than {limit:g} s of CPU time in {len(self.moves)} moves")
         if time.monotonic() > self._deadline:
-            raise _Over("timeout", "the wall clock's ceiling")
+            raise GameOver("timeout", "the wall clock's ceiling")
 
-    def _wait(self, cpu_seconds: float) -> bytes:
-        allowed, asleep = max(0.0, self.cpu() - self.POLL_SECONDS) + cpu_seconds, 0
+    def _wait(self) -> bytes:
+        allowed, asleep = max(0.0, self._cpu() - self.POLL_SECONDS) + LIMITS.move_seconds, 0
         while True:
             self._look()
-            if self.cpu() > allowed:
-                raise _Over("timeout", f"more than {cpu_seconds:g} s of CPU time for one move")
+            if self._cpu() > allowed:
+                raise GameOver("timeout", f"more than {LIMITS.move_seconds:g} s of CPU time for one move")
             try:
                 stat = Path(f"/proc/{self.pid}/stat").read_bytes()
                 asleep = asleep + 1 if stat.rpartition(b") ")[2][:1] == b"S" else 0
             except OSError:
                 asleep = 0
             if asleep >= self.ASLEEP_POLLS:
-                raise _Over("timeout", "blocked: it waits for what never comes")
+                raise GameOver("timeout", "blocked: it waits for what never comes")
             with contextlib.suppress(BlockingIOError):
-                return os.read(self._descriptor, 1 << 16)
+                return os.read(self._descriptor, 4096)
 
     def close(self) -> tuple[int, float]:
         """Kill and reap the process: its wait status and the CPU seconds it used."""
@@ -852,47 +914,29 @@ class _PlayerProcess:
         return status, cpu
 
 
-_NUMBERS = tuple(bytes((i,)) for i in range(256))
-
-
-@dataclass(slots=True)
-class _Seat:
-    """One game in progress."""
-
-    game: GameBoard
-    seed: int
-    moves: bytearray = dataclasses.field(default_factory=bytearray)  # what the player answered, a byte a move
-    idle: int = 0  # moves since the last that changed the board
-    end: _Over | None = None
-
-    def ends(self, direction: int, notes: Iterator[bytes]) -> bool:
-        """Whether the game ends with an answer that changed nothing, or after which it does not go on."""
+def _play_game(player: _PlayerProcess, game: GameBoard) -> NoReturn:
+    """Play until the game is over, which is raised."""
+    idle = 0
+    while game.state() == "ongoing":
+        direction, note = player.choose(game.flat())
         if direction >= len(DIRECTIONS):
-            note = next(notes, b"").decode("utf-8", "replace")
-            self.end = _Over("invalid_move" if direction == _NOT_A_KEY else "error", note)
-        elif self.game.state() != "ongoing":
-            self.end = _Over("success" if self.game.state() == "success" else "lost", "")
-        else:
-            self.idle += 1
-            if self.idle >= LIMITS.idle_moves:
-                self.end = _Over("stuck", f"{self.idle} moves in a row changed nothing")
-        return self.end is not None
-
-    def result(self, over: _Over, cpu: float, record: bool = False) -> GameResult:
-        """The game's result; `over` is the end that its player's process had, if the game has none of its own."""
-        end = self.end or over
-        moves = "".join(str(move) for move in self.moves if move < len(DIRECTIONS)) if record else ""
-        return GameResult(self.seed, end.outcome, len(self.moves), self.game.max_tile(), self.game.score(),
-                          round(cpu, 6), printable(end.detail), moves)  # fmt: skip
+            outcome = "invalid_move" if direction == _NOT_A_KEY else "error"
+            raise GameOver(outcome, note.decode("utf-8", "replace"))
+        idle = 0 if game.move(direction) else idle + 1
+        if idle == LIMITS.idle_moves:
+            raise GameOver("stuck", f"{idle} moves in a row changed nothing")
+    raise GameOver("success" if game.state() == "success" else "lost")
 
 
-def _unplayed(job: Job, over: _Over) -> list[GameResult]:
+def _unplayed(job: Job, over: GameOver) -> list[GameResult]:
     """Results of a strategy that never got to play."""
-    return [_Seat(GameBoard(job.size, seed, job.target), seed).result(over, 0.0) for seed in job.seeds]
+    starts = [GameBoard(job.size, seed, job.target) for seed in job.seeds]
+    return [GameResult(seed, over.outcome, 0, game.max_tile(), game.score(), 0.0, printable(over.detail))
+            for seed, game in zip(job.seeds, starts, strict=True)]  # fmt: skip
 
 
 class Referee:
-    """Plays one strategy at a time, on games that it alone holds.  Raises JailError where no player can be jailed."""
+    """Plays one game at a time, which it alone holds.  Raises JailError where no player can be jailed."""
 
     def __init__(self, jailed: bool = True) -> None:
         parent = os.getpid()
@@ -912,6 +956,7 @@ class Referee:
             finally:
                 os._exit(0)
         theirs.close()
+        self._zygote.settimeout(_PlayerProcess.CONTROL_SECONDS)
         said = self._zygote.recv(1000)
         if said != b"ready":
             raise JailError(said.decode() or "the players' parent process did not start")
@@ -921,74 +966,43 @@ class Referee:
         return os.waitpid(self._zygote_pid, os.WNOHANG) == (0, 0)
 
     def play(self, source: str, job: Job) -> tuple[str, list[GameResult]]:
-        """What became of loading ("load", "fail", "none"), and one result per seed of the job.
-
-        Games in lockstep save round trips.  Where the player's process ends before they do (killed, blocked, too
-        long over a move, more CPU than one game may use), each is played again alone: no result depends on the other
-        games of its batch.
-        """
+        """What became of loading ("load", "fail", "none": the worst of them), and one result per seed of the job."""
         encoded = source.encode("utf-8", "surrogatepass")
-        if len(encoded) > LIMITS.source_bytes:
-            over = _Over("error", f"the source is longer than {LIMITS.source_bytes} bytes")
-            return "fail", _unplayed(job, over)
-        claim, results, cut = self._lockstep(encoded, job, job.seeds)
-        if cut and len(job.seeds) > 1:
-            results = [result for seed in job.seeds for result in self._lockstep(encoded, job, (seed,))[1]]
-        return claim, results
+        if not job.seeds:
+            return self._play(encoded, job, 0)[0], []
+        claims, results = zip(*(self._play(encoded, job, seed) for seed in job.seeds), strict=True)
+        return min(claims, key=("none", "fail", "load").index), list(results)
 
-    def _lockstep(self, source: bytes, job: Job, seeds: Sequence[int]) -> tuple[str, list[GameResult], bool]:
-        """Load the strategy and play all seeds at the same time; also whether its process was cut short in play."""
-        seats = [_Seat(GameBoard(job.size, seed, job.target), seed) for seed in seeds]
-        claim, over = "fail", _Over("error", "")
-        header = {"size": job.size, "keys": job.keys, "random_seeds": [_random_seed(seat.game) for seat in seats]}
-        player = _PlayerProcess(self._zygote, job.timeout, header, source)
+    def _play(self, source: bytes, job: Job, seed: int) -> tuple[str, GameResult]:
+        """Load the strategy in a player of its own and, where the job has boards, play one of them."""
+        game, claim = GameBoard(job.size, seed, job.target), "fail"
+        player = _PlayerProcess(self._zygote, job, _random_seed(game), source)
         try:
-            said = player.receive(LIMITS.move_seconds * max(1, len(seeds)))
-            claim, detail = said[:4].decode("ascii", "replace"), said[4:].decode("utf-8", "replace")
-            if claim == "load":
-                self._play(player, seats)
-            else:
-                claim = claim if claim == "none" else "fail"
-                over = _Over("no_function" if claim == "none" else "error", detail)
-        except _Over as reason:
-            over = reason
+            claim, reason = player.load()
+            if claim != "load":
+                raise GameOver("no_function" if claim == "none" else "error", reason)
+            if job.seeds:
+                _play_game(player, game)
+            over = GameOver("lost")
+        except GameOver as end:
+            over = end
         finally:
             status, cpu = player.close()
         if over.detail == _PROCESS_ENDED:
             over = _post_mortem(status)
-        cut = claim == "load" and any(seat.end is None for seat in seats)
-        cpu /= sum(len(seat.moves) + 1 for seat in seats) or 1
-        return claim, [seat.result(over, cpu * (len(seat.moves) + 1), job.record) for seat in seats], cut
-
-    def _play(self, player: _PlayerProcess, seats: Sequence[_Seat]) -> None:
-        """Play until every game has its end.  Raises _Over when the player's process does not last that long."""
-        for seat in seats:
-            if seat.game.state() == "success":  # a spawn can make the smallest targets
-                seat.end = _Over("success", "")
-        while active := [(_NUMBERS[i], seat, seat.game) for i, seat in enumerate(seats) if seat.end is None]:
-            finished = False
-            while not finished:
-                player.send(b"".join([number + game.flat() for number, _, game in active]))
-                answer = player.receive(LIMITS.move_seconds)
-                if len(answer) < len(active):
-                    raise _Over("error", "the player broke the protocol")
-                notes = iter(answer[len(active) :].split(b"\0"))
-                for (_, seat, game), direction in zip(active, answer):  # noqa: B905 - notes may follow
-                    seat.moves.append(direction)
-                    if direction <= 3 and game.move(direction) and game.state() == "ongoing":
-                        seat.idle = 0
-                    else:
-                        finished |= seat.ends(direction, notes)
+        moves = "".join(str(move) for move in player.moves if move < len(DIRECTIONS)) if job.record else ""
+        return claim, GameResult(seed, over.outcome, len(player.moves), game.max_tile(), game.score(), round(cpu, 6),
+                                 printable(over.detail), moves)  # fmt: skip
 
 
-def _post_mortem(status: int) -> _Over:
-    """The outcome of games whose player died by itself, from its wait status."""
+def _post_mortem(status: int) -> GameOver:
+    """How a game ended whose player died by itself, from its wait status."""
     if status in (0, signal.SIGKILL):  # it closed its channel: which of the two it is depends on who was faster
-        return _Over("error", _PROCESS_ENDED)
+        return GameOver("error", _PROCESS_ENDED)
     if not os.WIFSIGNALED(status):
-        return _Over("error", f"{_PROCESS} exited with code {os.waitstatus_to_exitcode(status)}")
+        return GameOver("error", f"{_PROCESS} exited with code {os.waitstatus_to_exitcode(status)}")
     name = signal.Signals(os.WTERMSIG(status)).name
-    return _Over("timeout" if name == "SIGXCPU" else "error", f"{_PROCESS} was ended by {name}")
+    return GameOver("timeout" if name == "SIGXCPU" else "error", f"{_PROCESS} was ended by {name}")
 
 
 def _random_seed(game: GameBoard) -> int:
@@ -1006,7 +1020,7 @@ class Job:
     size: int = 6
     target: int = 2048
     keys: str = "bepo"
-    timeout: float = 5.0  # CPU seconds per game
+    timeout: float = 5.0  # CPU seconds for a game's first thousand moves; each further thousand has as many
     completion: bool = False
     record: bool = False  # keep the moves
 
@@ -1017,6 +1031,18 @@ class Job:
             raise ValueError(f"timeout must be a positive number of seconds, not {self.timeout!r}")
         if not all(type(seed) is int for seed in self.seeds):
             raise ValueError("seeds must be whole numbers")
+
+    def cpu_seconds(self, moves: int) -> float:
+        """What one game may use until it has had so many moves.  Games grow with the target, and their time with them.
+
+        A game to a target takes about half as many moves as the target's number; time is granted for twice that.
+        """
+        return self.timeout * max(1.0, min(moves, self.target, LIMITS.paid_moves) / 1000)
+
+    def wall_seconds(self) -> float:
+        """After so long there is a verdict, or the worker is at fault: a bound for waits, far above what is normal."""
+        game = LIMITS.wall_factor * self.cpu_seconds(LIMITS.paid_moves) + 10 + _PlayerProcess.CONTROL_SECONDS
+        return LIMITS.parse_seconds * LIMITS.wall_factor + game * max(1, len(self.seeds))
 
 
 @dataclass(frozen=True)
@@ -1031,21 +1057,26 @@ class Verdict:
 
 def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
     """Trusted code, hostile data: the source is only read here, and run by a jailed player."""
-    signal.setitimer(signal.ITIMER_VIRTUAL, 10)  # source that takes the parser for ever ends this worker
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # ends this worker, if the parser takes for ever
     source = extract_function(job.text) if job.completion else job.text
+    if source is not None and len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes:
+        over = GameOver("error", f"the source is longer than {LIMITS.source_bytes} bytes")
+        return _no_verdict(job, source, "fail", over)
+    if source is not None and job.completion:
+        source = visible_program(source)
     parses = source is not None and parse(source) is not None
     cheating = find_cheating(source) if source and parses else ""
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     if source is None or not parses:
-        return _no_verdict(job, source, "none", _Over("no_function", "no strategy(board) that Python can parse"))
+        return _no_verdict(job, source, "none", GameOver("no_function", "no strategy(board) that Python can parse"))
     if job.completion and cheating:
         works, _ = referee.play(source, dataclasses.replace(job, seeds=()))
-        return _no_verdict(job, source, works, _Over("error", f"does not play: it {cheating}"), cheating)
+        return _no_verdict(job, source, works, GameOver("error", f"does not play: it {cheating}"), cheating)
     works, results = referee.play(source, job)
     return Verdict(source, works, cheating, tuple(results))
 
 
-def _no_verdict(job: Job, source: str | None, works: str, over: _Over, cheating: str = "") -> Verdict:
+def _no_verdict(job: Job, source: str | None, works: str, over: GameOver, cheating: str = "") -> Verdict:
     """The verdict on a text that never played."""
     return Verdict(source, works, cheating, tuple(_unplayed(job, over)))
 
@@ -1082,61 +1113,66 @@ def worker_main(core: int, jailed: bool) -> None:
 
 
 class _Worker:
-    """A referee process as the trainer sees it; replaced when it dies."""
+    """A referee process as the trainer sees it; replaced before the next job when it has died."""
+
+    START_SECONDS = 60.0
 
     def __init__(self, core: int, jailed: bool) -> None:
         self._core, self._jailed = core, jailed
         self._lock, self._closed = threading.Lock(), False
-        self._process = self._start()
+        self._start()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> None:
         here = Path(__file__).resolve()
         code = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as program; " \
                f"program.worker_main({self._core}, {self._jailed})"  # fmt: skip
         # not -I, which would ignore PYTHONHASHSEED: the order of sets would change rewards
         command = [sys.executable, "-P", "-s", "-S", "-c", code]
         environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-                                cwd="/", start_new_session=True)  # fmt: skip
+        self._socket, theirs = socket.socketpair()
+        self._stream = self._socket.makefile("rw", encoding="utf-8")
+        with theirs:  # a socket, because reads and writes of a pipe have no time limit
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=environment,
+                                             cwd="/", start_new_session=True)  # fmt: skip
 
     def check(self) -> None:
         """Wait until it is ready.  Raises JailError when its canary got out, or no player could be jailed."""
-        line = self._read()
+        line = self._exchange("", self.START_SECONDS)
         if line is None or line["refusal"]:
             raise JailError(line["refusal"] if line else "a worker died at its start")
 
-    def _read(self) -> dict[str, Any] | None:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        return json.loads(line) if line.endswith("\n") else None
+    def _exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
+        """Send a line, if there is one, and read one; None where the worker dies over it or takes too long."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: close() was called in another thread
+            self._socket.settimeout(seconds)
+            self._stream.write(line)
+            self._stream.flush()
+            answer = self._stream.readline()
+            return json.loads(answer) if answer.endswith("\n") else None
+        return None
 
     def judge(self, job: Job) -> Verdict:
-        """The verdict on one job; "error" where the worker died over it."""
-        if self._process.poll() is not None:  # died since: not this job's doing
-            self._replace()
-        reply = self._ask(job)
-        if reply and "died" in reply:
-            self._replace()
-            reply = self._ask(job)
+        """The verdict on one job; "error" where the worker died over it.  Raises as check() where none starts."""
+        reply: dict[str, Any] | None = {"died": ""}
+        while reply and "died" in reply:  # while idle, so not over this job
+            if self._process.poll() is not None or reply["died"]:
+                self._replace()
+            reply = self._exchange(json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds())
         if reply is None:
-            self._replace()
-            return _no_verdict(job, None, "none", _Over("error", "the referee's process ended over it"))
+            with self._lock:
+                self._end()
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            return _no_verdict(job, None, "none", GameOver("error", "the referee's process ended over it"))
         results = tuple(GameResult(**result) for result in reply.pop("results"))
         return Verdict(**reply, results=results)
-
-    def _ask(self, job: Job) -> dict[str, Any] | None:
-        with contextlib.suppress(BrokenPipeError):
-            if self._process.stdin:
-                self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
-                self._process.stdin.flush()
-                return self._read()
-        return None
 
     def _replace(self) -> None:
         with self._lock:
             if self._closed:  # ended by close() in another thread, while this one waited for a verdict
                 raise RuntimeError("the pool is closed")
             self._end()
-            self._process = self._start()
+            self._start()
         self.check()
 
     def close(self) -> None:
@@ -1147,11 +1183,13 @@ class _Worker:
 
     def _end(self) -> None:
         self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.START_SECONDS)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        with contextlib.suppress(OSError):  # what could not be written
+            self._stream.close()
+        self._socket.close()
 
 
 def own_cores(cores: Sequence[int]) -> Sequence[int]:
@@ -1172,7 +1210,8 @@ class Pool:
         self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="referee")
-        self._begun: dict[Job, Future[Verdict] | None] = {}  # never None: that is what pop() may give
+        self._begun: dict[Job, Future[Verdict]] = {}
+        self._owed: dict[Future[Verdict], float] = {}  # seconds until each job under way has to have its verdict
         try:
             for worker in self._workers:
                 worker.check()
@@ -1182,23 +1221,40 @@ class Pool:
             raise
 
     def _judge(self, job: Job) -> Verdict:
-        worker = self._idle.get()
-        try:
-            return worker.judge(job)
-        finally:
-            self._idle.put(worker)
+        """The verdict of the next free worker; another is tried, for a minute, where a dead one can't be replaced."""
+        deadline = time.monotonic() + _Worker.START_SECONDS
+        while True:
+            worker = self._idle.get()
+            try:
+                return worker.judge(job)
+            except (JailError, OSError):
+                if self.closed or time.monotonic() > deadline:
+                    raise
+            finally:
+                self._idle.put(worker)
+            time.sleep(0.5)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: Job) -> Future[Verdict]:
         """Start on a job that judge() will be asked for later."""
-        if job not in self._begun:
-            self._begun[job] = self._threads.submit(self._judge, job)
+        future = self._begun.get(job)
+        if future is None:
+            self._begun[job] = future = self._threads.submit(self._judge, job)
+            self._owed[future] = job.wall_seconds() + 2 * _Worker.START_SECONDS
+            future.add_done_callback(lambda done: self._owed.pop(done, None))
+        return future
 
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """One verdict per job, in order; equal jobs are judged once."""
         try:
-            verdicts = {job: self._begun.pop(job, None) or self._threads.submit(self._judge, job)
-                        for job in dict.fromkeys(jobs)}  # fmt: skip
-            return [verdicts[job].result() for job in jobs]
+            futures = {job: self.begin(job) for job in dict.fromkeys(jobs)}
+            deadline = time.monotonic() + sum(list(self._owed.values()))  # if one worker did all of it, one by one
+            verdicts = {job: future.result(deadline - time.monotonic()) for job, future in futures.items()}
+            for job in verdicts:
+                self._begun.pop(job, None)
+            return [verdicts[job] for job in jobs]
+        except TimeoutError:
+            self.close()
+            raise JailError("the referees gave no verdict for far longer than any game may take") from None
         except BaseException:  # Ctrl-C: nobody waits for what is still being played
             self.close()
             raise
@@ -1240,9 +1296,9 @@ def execute_strategies(
 ) -> list[list[GameResult]]:  # fmt: skip
     """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.
 
-    Never raises for what a strategy does; ValueError for a game that cannot be.  `timeout` in CPU seconds per game.
+    Never raises for what a strategy does; ValueError for a game that cannot be.  `timeout` as in Job.
     """
-    parts = [tuple(seeds[i : i + LIMITS.lockstep]) for i in range(0, len(seeds), LIMITS.lockstep)]
+    parts = [tuple(seeds[i : i + 4]) for i in range(0, len(seeds), 4)]  # small ones keep all workers busy to the end
     jobs = [Job(source, part, size, target, keys, timeout, record=record) for source in sources for part in parts]
     verdicts = iter((pool or shared_pool()).judge(jobs))
     return [[result for _ in parts for result in next(verdicts).results] for _ in sources]
@@ -1259,8 +1315,9 @@ def execute_strategy(
 # Rewards
 
 BOARDS = (0, 1, 2, 3)  # what a reward function plays when it is not told: the tests' and the reader's default
-SUCCESS, LOST, STUCK, TIMEOUT, FAILED = 20.0, 2.0, -1.0, -1.0, -3.0
-LOST_PROGRESS, STUCK_PROGRESS = 8.0, 3.0
+SUCCESS, LOST, LOST_PROGRESS = 20.0, 2.0, 8.0
+STOPPED = {"stuck": -1.0, "timeout": -1.0, "error": -3.0, "invalid_move": -3.0}  # where no tile was made
+STOPPED_PROGRESS = 10.0
 WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
 CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
@@ -1307,23 +1364,25 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
-    """What one game is worth; `flat` is the published scheme, in which every loser gets the same."""
-    progress = min(1.0, math.log2(result.max_tile) / math.log2(target))
+    """What one game is worth; `flat` is the published scheme, in which every loser gets the same.
+
+    Games that a program breaks off (STOPPED) are graded too, always below one that was lost with the same tile:
+    from -1 or -3 without a merge to nearly 9 or 7 at the target, where losing is worth 2 to 10.
+    """
+    reached, wanted = math.log2(result.max_tile), math.log2(target)
     match result.outcome:
         case "success":
             return SUCCESS
+        case "no_function":
+            return 0.0
         case "lost" | "stuck" if flat:
             return LOST
         case "lost":
-            return LOST + LOST_PROGRESS * progress
-        case "stuck":
-            return STUCK + STUCK_PROGRESS * progress
-        case "timeout":
-            return TIMEOUT
-        case "no_function":
-            return 0.0
-        case _:
-            return FAILED
+            return LOST + LOST_PROGRESS * min(1.0, reached / wanted)
+        case stopped if flat:
+            return STOPPED[stopped]
+        case stopped:
+            return STOPPED[stopped] + STOPPED_PROGRESS * min(1.0, max(0.0, reached - 2) / max(1.0, wanted - 2))
 
 
 def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:

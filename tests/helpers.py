@@ -1,4 +1,4 @@
-"""Processes and seccomp filters, for the tests of the jailed players.  Linux only, standard library only."""
+"""Processes and seccomp filters, for the tests of the jailed players.  Linux only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 import gpt_2048_rl as program
 
 ROOT = Path(program.__file__).resolve().parent
 HONEST = 'import random\ndef strategy(board):\n    return random.choice("éuai")\n'
+ORDINARY = "os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)"
+ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 FOR_EVER = "def strategy(board):\n    while True:\n        pass\n"
 
 
@@ -112,6 +117,15 @@ def install_docker_profile() -> None:
     code += [(EQUAL, 0, 1, 435), (GIVE, 0, 0, ERRNO | errno.ENOSYS)]  # clone3
     code += [(EQUAL, 0, 3, 56), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, CLONE_NEW), (GIVE, 0, 0, ERRNO | errno.EPERM)]
     install([*code, (GIVE, 0, 0, ALLOW)])
+
+
+def enter_user_namespace() -> None:
+    """Move to a user namespace whose only user and group are 0, as rootless containers may have it."""
+    user, group = os.geteuid(), os.getegid()
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER
+        raise OSError(ctypes.get_errno(), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
 
 
 def install_filter_on_seccomp(error: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,76 @@ def test_harmony_a_second_turn_is_not_read() -> None:
     assert extract_function(text) == PLAIN
 
 
+SAID = [
+    f"analysis of the game first:\n{FENCED}",
+    f"analysis: go left.\n{FENCED}",
+    f"analysis\n{FENCED}",
+    f"analysis = 1\n{PLAIN}",
+    f"analysis_depth = 2\n{PLAIN}",
+    f"analysis(1)\n{FENCED}",
+    f"analysis, then code:\n{FENCED}",
+    f"commentary on my code\n\n{FENCED}",
+    f"commentary: none\n{FENCED}",
+    f"final = 3\n{PLAIN}",
+    f"final answer:\n{FENCED}",
+]
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_word_that_is_also_a_channels_name_is_only_a_word(text: str) -> None:
+    """Such an answer counted as an analysis without a final channel, and so as no function."""
+    assert extract_function(text) is not None
+
+
+MARKS = ["<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|channel|>final",
+         "<|constrain|>", "<|end|><|return|>"]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
+@pytest.mark.parametrize("mark", MARKS)
+def test_harmonys_marks_may_stand_in_a_program(mark: str, end: str) -> None:
+    """In a string, a comment, a docstring, an f-string: the answer was cut there, and counted as no function."""
+    code = f'def strategy(board):\n    """Not {mark}."""\n    x = "{mark}" + f"{mark}"  # {mark}\n    return "a"'
+    assert extract_function(f"```python\n{code}\n```{end}") == code
+    assert extract_function(f"<|channel|>final<|message|>```python\n{PLAIN}  # {mark[:-1]}\n```{end}") is not None
+
+
+UNPRINTABLE = {
+    "clears the screen": "'\x1b[2J'",
+    "rings": "'\a'",
+    "goes back": "'\b\b'",
+    "a form feed": "'\x0c'",
+    "turns the order of characters around": "'\u202e'",
+    "isolates": "'\u2066'",
+    "no width": "'\u200b'",
+    "a sequence of one byte": "'\x9b2J'",
+    "delete": "'\x7f'",
+    "a title": "'\x1b]0;x\a'",
+    "no-break space": "'\xa0'",
+}
+
+
+@pytest.mark.parametrize("where", ["{} or 'a'", "f{}[:0] + 'a'", "'a' # {}", "'a' if len({}) > 0 else 'u'"])
+@pytest.mark.parametrize("text", UNPRINTABLE.values(), ids=UNPRINTABLE.keys())
+def test_a_program_holds_nothing_that_a_terminal_acts_on(text: str, where: str) -> None:
+    """best_strategy.py was written as it came, and `cat` ran its escape sequences.
+
+    The program is written anew, and means the same.
+    """
+    source = f"def strategy(board):\n    return {where.format(text)}"
+    visible = program.visible_program(source)
+    assert visible is not None
+    assert program.is_visible(visible)
+    programs = [dict[str, Any](), dict[str, Any]()]
+    exec(source, programs[0])
+    exec(visible, programs[1])
+    assert programs[0]["strategy"]([]) == programs[1]["strategy"]([])
+
+
+def test_a_program_that_can_be_read_stays_as_it_is() -> None:
+    assert program.visible_program(f"{HELPED}\n\t# é ↑") == f"{HELPED}\n\t# é ↑"
+
+
 HOSTILE = {
     "50,000 minus signs": "def strategy(board):\n    return " + "-" * 50_000 + "1",
     "30,000 brackets": "def strategy(board):\n    return " + "[" * 30_000 + "]" * 30_000,
@@ -262,6 +333,39 @@ CHEATING = {
     "in an f-string": (body('f = f"{eval(1)}"'), "uses eval"),
     "in a class body": ("class A:\n    import socket\n" + PLAIN, "imports socket"),
 }
+
+
+ELSEWHERE = {  # names that are bound in another scope than the one that reads them
+    "a lambda's parameter": "f = lambda eval: 0",
+    "a function's parameter": "def f(eval): pass",
+    "a local": "def f():\n    eval = 1",
+    "a comprehension's variable": "[eval for eval in range(3)]",
+    "a class's attribute": "class A:\n    eval = 1",
+    "a keyword-only parameter": "def f(*, eval=1): pass",
+    "a star parameter": "def f(*eval): pass",
+    "an attribute": "import math\nmath.eval = 1",
+    "a nested function": "def f():\n    def eval(): pass",
+    "a local import": "def f():\n    from re import compile as eval",
+    "an exception's name": "def f():\n    try: pass\n    except Exception as eval: pass",
+    "a method": "class A:\n    def eval(self): pass",
+}
+
+
+@pytest.mark.parametrize("lines", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+def test_a_name_of_another_scope_lends_nothing(lines: str) -> None:
+    """`lambda eval: 0` anywhere made every `eval` an honest name."""
+    assert find_cheating(f"{lines}\ndef strategy(board):\n    return eval('\"a\"')") == "uses eval"
+
+
+@pytest.mark.parametrize("source", [
+    "def strategy(board):\n    eval = len\n    return 'ai'[eval(board) % 2]",
+    "def eval(board):\n    return 'a'\ndef strategy(board):\n    return eval(board)",
+    "def strategy(board):\n    def eval(b):\n        return b\n    def f():\n        return eval('a')\n    return f()",
+    "def strategy(board, open=max):\n    return [open(r) for r in board]",
+    "def f():\n    global eval\n    eval = max\ndef strategy(board):\n    return eval(board)",
+])  # fmt: skip
+def test_a_name_of_its_own_scope_is_honest(source: str) -> None:
+    assert find_cheating(source) == ""
 
 
 @pytest.mark.parametrize(("source", "reason"), CHEATING.values(), ids=CHEATING.keys())

@@ -39,11 +39,14 @@ def result(outcome: str, max_tile: int = 64) -> GameResult:
         ("lost", 64, 2048, 2 + 8 * 6 / 11, 2.0),
         ("lost", 2, 2048, 2 + 8 / 11, 2.0),
         ("lost", 64, 128, 2 + 8 * 6 / 7, 2.0),
-        ("stuck", 64, 2048, -1 + 3 * 6 / 11, 2.0),
-        ("stuck", 1024, 2048, -1 + 3 * 10 / 11, 2.0),
-        ("timeout", 1024, 2048, -1.0, -1.0),
-        ("invalid_move", 1024, 2048, -3.0, -3.0),
-        ("error", 1024, 2048, -3.0, -3.0),
+        ("stuck", 64, 2048, -1 + 10 * 4 / 9, 2.0),
+        ("stuck", 1024, 2048, -1 + 10 * 8 / 9, 2.0),
+        ("timeout", 4, 2048, -1.0, -1.0),
+        ("timeout", 1024, 2048, -1 + 10 * 8 / 9, -1.0),
+        ("invalid_move", 1024, 2048, -3 + 10 * 8 / 9, -3.0),
+        ("error", 2, 2048, -3.0, -3.0),
+        ("error", 4, 2048, -3.0, -3.0),
+        ("error", 64, 128, -3 + 10 * 4 / 5, -3.0),
         ("no_function", 2, 2048, 0.0, 0.0),
     ],
 )
@@ -59,6 +62,15 @@ def test_every_outcome_has_a_value() -> None:
         values = [game_reward(result(outcome, 1 << exponent), 2048) for exponent in range(1, 12)]
         assert values == sorted(values)
         assert all(map(math.isfinite, values))
+
+
+@pytest.mark.parametrize("exponent", range(1, 17))
+def test_breaking_off_is_worth_less_than_losing(exponent: int) -> None:
+    """With the same tile, whatever the target; and none is worth less than what it is at the first move."""
+    for tile in (1 << n for n in range(1, exponent)):
+        lost, *stopped = (game_reward(result(o, tile), 1 << exponent) for o in ("lost", *program.STOPPED))
+        assert lost > max(stopped)
+        assert all(program.STOPPED[o] <= reward for o, reward in zip(program.STOPPED, stopped, strict=True))
 
 
 @pytest.mark.parametrize("target", [2, 4])
@@ -108,7 +120,7 @@ def test_flat_scheme_is_a_column(pool: program.Pool) -> None:
     columns = {"seeds": [[1, 2]] * 2, "size": [4] * 2, "target": [2048] * 2}
     graded, flat = strategy_succeeds([LEFT, LEFT], flat_reward=[False, True], **columns)
     assert flat == 2.0
-    assert -1.0 < graded < 2.0
+    assert -1.0 <= graded < 2.0
 
 
 def test_message_lists_and_strings_are_the_same(pool: program.Pool) -> None:
@@ -189,8 +201,8 @@ def test_columns_are_read_per_row(pool: program.Pool) -> None:
 def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
     """The same play is worth more against a nearer target, where it does not reach it."""
     near, far = strategy_succeeds([LEFT, LEFT], seeds=[[1], [1]], target=[64, 2048])
-    assert near == pytest.approx(-1 + 3 * 3 / 6)  # the largest tile is 8
-    assert far == pytest.approx(-1 + 3 * 3 / 11)
+    assert near == pytest.approx(-1 + 10 * 1 / 4)  # the largest tile is 8
+    assert far == pytest.approx(-1 + 10 * 1 / 9)
 
 
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
