@@ -39,7 +39,6 @@ import io
 import json
 import math
 import os
-import queue
 import random
 import re
 import resource
@@ -49,17 +48,14 @@ import signal
 import socket
 import statistics
 import struct
-import subprocess
 import symtable
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
@@ -71,7 +67,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+# threading and what imports it are imported by the pool: threading's fork handler would cost each player 0.8 ms.
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
     from peft import PeftModel
     from rich.console import Console
@@ -1061,7 +1060,7 @@ def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
     source = extract_function(job.text) if job.completion else job.text
     if source is not None and len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes:
         over = GameOver("error", f"the source is longer than {LIMITS.source_bytes} bytes")
-        return _no_verdict(job, source, "fail", over)
+        return _no_verdict(job, None, "fail", over)
     if source is not None and job.completion:
         source = visible_program(source)
     parses = source is not None and parse(source) is not None
@@ -1118,11 +1117,15 @@ class _Worker:
     START_SECONDS = 60.0
 
     def __init__(self, core: int, jailed: bool) -> None:
+        import threading
+
         self._core, self._jailed = core, jailed
         self._lock, self._closed = threading.Lock(), False
         self._start()
 
     def _start(self) -> None:
+        import subprocess
+
         here = Path(__file__).resolve()
         code = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as program; " \
                f"program.worker_main({self._core}, {self._jailed})"  # fmt: skip
@@ -1182,6 +1185,8 @@ class _Worker:
             self._end()
 
     def _end(self) -> None:
+        import subprocess
+
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.START_SECONDS)
@@ -1205,6 +1210,9 @@ class Pool:
     """
 
     def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
+        import queue
+        from concurrent.futures import ThreadPoolExecutor
+
         cores = own_cores(sorted(os.sched_getaffinity(0)))
         self.jailed, self.closed = jailed, False
         self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
@@ -1759,7 +1767,7 @@ class TrainConfig:
     target: int = 2048  # the tile that wins
     curriculum: bool = True  # double the target in training whenever more than 90% of the games of late were won
     keys: Layout = "bepo"  # keyboard layout of the four moves
-    timeout: float = 5.0  # CPU seconds that a strategy may use per game
+    timeout: float = 5.0  # CPU seconds of a strategy for a game's first thousand moves, and for each thousand more
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: float = 1.0  # what an answer loses that the length limit cuts off
     games: int = 64  # held-out boards; each is played by a program of its own
@@ -1805,7 +1813,7 @@ class EvalConfig:
     size: int = 6
     target: int = 2048
     keys: Layout = "bepo"
-    timeout: float = 5.0
+    timeout: float = 5.0  # CPU seconds for a game's first thousand moves, and for each thousand more
     unsafe_no_jail: bool = False
     json: bool = False
 
@@ -1819,7 +1827,7 @@ class PlayConfig:
     size: int = 6
     target: int = 2048
     keys: Layout = "bepo"
-    timeout: float = 5.0  # CPU seconds per game
+    timeout: float = 5.0  # CPU seconds for the first thousand moves, and for each thousand more
     watch: bool = False  # show the first game in the terminal
     delay: float = 0.02  # seconds between its moves
     unsafe_no_jail: bool = False
@@ -2637,6 +2645,7 @@ def lock(run: Path) -> io.TextIOBase:
 
 def git_state() -> dict[str, Any]:
     """Commit of the program's own folder, and whether files differ from it; empty where git does not know it."""
+    import subprocess
 
     def ask(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(Path(__file__).resolve().parent), *words], capture_output=True,

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard, Pool, execute_strategies  # noqa: E402
+from gpt_2048_rl import DIRECTIONS, LAYOUTS, LIMITS, GameBoard, Job, Pool, execute_strategies  # noqa: E402
+from tests.battery import AHEAD, ASLEEP, LUCK, MEMORY, PROTOCOL, RESOURCES  # noqa: E402
 from tests.list_engine import ListBoard  # noqa: E402
 
 RANDOM = """import random
@@ -63,6 +65,7 @@ class Args:
     repetitions: int = 7  # of each side, in turns
     rounds: int = 9  # of the counting loop in the slower strategy: its cost a call
     workers: int | None = None  # of our pool; one per core by default
+    hostile: bool = True  # also time the hostile programs, which takes some minutes
 
 
 def load(source: str) -> Strategy:
@@ -107,6 +110,20 @@ def microseconds_a_call(source: str, args: Args) -> float:
             strategy(board)
         costs.append((time.process_time() - start) / len(boards) * 1e6)
     return min(costs)
+
+
+def hostile_times(args: Args) -> list[tuple[float, float, str]]:
+    """Of every hostile program: wall seconds of scoring it on its boards; those without CPU, a board; its name."""
+    times = []
+    with Pool(1) as pool:
+        for group in (RESOURCES, PROTOCOL, AHEAD, MEMORY, ASLEEP, LUCK):
+            for name, (source, _) in group.items():
+                start, referee = time.perf_counter(), workers_cpu(pool)
+                (games,) = execute_strategies([source], range(args.boards), args.size, args.target, pool=pool)
+                wall = time.perf_counter() - start
+                idle = wall - (workers_cpu(pool) - referee) - sum(game.seconds for game in games)
+                times.append((wall, idle / args.boards, name))
+    return sorted(times, reverse=True)
 
 
 START = """
@@ -196,6 +213,18 @@ def main(args: Args) -> int:
                 table.add_row(title, *(f"{f(figures[key]):.2f}" for f in (statistics.median, min, max)))
             table.add_row("target for the ratio", f"{target:.2f}", "", "")
             tables.append(table)
+    if args.hostile:
+        outcome["hostile"] = times = hostile_times(args)
+        bound = args.boards * Job("", (), args.size, args.target).cpu_seconds(LIMITS.paid_moves) + 5
+        idle = max(times, key=itemgetter(1))
+        table = Table(title=f"{len(times)} hostile programs, {args.boards} boards: wall seconds (bound {bound:.0f})")
+        table.add_column("program")
+        table.add_column("s", justify="right")
+        for wall, _, name in times[:5]:
+            table.add_row(name, f"{wall:.1f}")
+        table.add_row(f"longest without CPU, a board (bound 2): {idle[2]}", f"{idle[1]:.1f}")
+        tables.append(table)
+        missed |= times[0][0] > bound or idle[1] > 2
     zygote, player, worker = start_times()
     console = Console()
     console.print(*tables, sep="\n")

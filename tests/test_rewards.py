@@ -211,6 +211,14 @@ def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
     assert program.ends_in_time(["x"]) == [0]
 
 
+def test_what_is_logged_and_saved_holds_no_escape_sequence(pool: program.Pool) -> None:
+    """All that is shown of a completion comes from its verdict: the source is written anew, and then played."""
+    hostile = fenced("def strategy(board):\n    x = '\x1b]0;owned\a\x1b[2J'  # \u202e\n    return 'a'")
+    (verdict,) = program.judge([hostile], seeds=[[1]])
+    assert verdict.source == "def strategy(board):\n    x = '\\x1b]0;owned\\x07\\x1b[2J'\n    return 'a'"
+    assert verdict.results[0].outcome == "stuck"
+
+
 def test_without_columns_the_default_boards_are_played(pool: program.Pool) -> None:
     """As a reader would call it by hand."""
     assert [game.seed for game in program.judge([LEFT])[0].results] == list(program.BOARDS)
