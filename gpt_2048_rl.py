@@ -1156,12 +1156,14 @@ class _Worker:
 
     def judge(self, job: Job) -> Verdict:
         """The verdict on one job; "error" where the worker died over it.  Raises as check() where none starts."""
-        reply: dict[str, Any] | None = {"died": ""}
-        while reply and "died" in reply:  # while idle, so not over this job
-            if self._process.poll() is not None or reply["died"]:
-                self._replace()
-            reply = self._exchange(json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds())
-        if reply is None:
+        line = json.dumps(dataclasses.asdict(job)) + "\n"
+        if self._process.poll() is not None:
+            self._replace()
+        reply = self._exchange(line, job.wall_seconds())
+        if reply and "died" in reply:  # its zygote had, before this job
+            self._replace()
+            reply = self._exchange(line, job.wall_seconds())
+        if reply is None or "died" in reply:
             with self._lock:
                 self._end()
             if self._closed:

@@ -39,7 +39,7 @@ class Args:
     size: int = 6
     target: int = 2048
     keys: program.Layout = "bepo"
-    timeout: float = 5.0  # CPU seconds that a strategy may use per game
+    timeout: float = 5.0  # CPU seconds for a game's first thousand moves, and for each thousand more
 
 
 class Answer(Action):  # type: ignore[misc]
