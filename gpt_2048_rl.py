@@ -1327,7 +1327,6 @@ def execute_strategy(
 BOARDS = (0, 1, 2, 3)  # what a reward function plays when it is not told: the tests' and the reader's default
 SUCCESS, LOST, LOST_PROGRESS = 20.0, 2.0, 8.0
 STOPPED = {"stuck": -1.0, "timeout": -1.0, "error": -3.0, "invalid_move": -3.0}  # where no tile was made
-STOPPED_PROGRESS = 10.0
 WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
 CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
@@ -1376,10 +1375,11 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
     """What one game is worth; `flat` is the published scheme, in which every loser gets the same.
 
-    Games that a program breaks off (STOPPED) are graded too, always below one that was lost with the same tile:
-    from -1 or -3 without a merge to nearly 9 or 7 at the target, where losing is worth 2 to 10.
+    Games that a program breaks off (STOPPED) are graded too, always below one that was lost with the same tile: from
+    -1 or -3 without a tile above 4 up to what losing would be worth at the target.
     """
     reached, wanted = math.log2(result.max_tile), math.log2(target)
+    most = LOST + LOST_PROGRESS
     match result.outcome:
         case "success":
             return SUCCESS
@@ -1392,7 +1392,8 @@ def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
         case stopped if flat:
             return STOPPED[stopped]
         case stopped:
-            return STOPPED[stopped] + STOPPED_PROGRESS * min(1.0, max(0.0, reached - 2) / max(1.0, wanted - 2))
+            least, progress = STOPPED[stopped], max(0.0, reached - 2) / max(1.0, wanted - 2)
+            return least + (most - least) * min(1.0, progress)
 
 
 def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:

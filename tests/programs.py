@@ -285,9 +285,9 @@ def recorded_games(size: int) -> dict[str, list[Game]]:
 
 
 def skill(games: list[Game], target: int) -> float:
-    """Mean exponent of the largest tile with unlimited time, capped at the target, on the boards for skill."""
+    """Mean exponent of the largest tile with unlimited time, capped at the target."""
     wanted = target.bit_length() - 1
-    return statistics.fmean(min(wanted, milestones[-1][0]) for board, milestones, _ in games if board in SKILL_BOARDS)
+    return statistics.fmean(min(wanted, milestones[-1][0]) for _, milestones, _ in games)
 
 
 def refereed(game: Game, job: program.Job) -> program.GameResult:
@@ -312,12 +312,15 @@ def refereed(game: Game, job: program.Job) -> program.GameResult:
 def wrongly_paid(size: int, target: int, timeout: float = 5.0, flat: bool = False) -> tuple[list[tuple[str, str]], int]:
     """The pairs (better, worse) of which the worse program is paid as much or more, and the number of pairs.
 
-    Pairs are those whose skill differs by a factor of two or more.
+    Pairs are those whose skill differs by a factor of two or more.  On 4x4 skill and reward are of different boards; on
+    6x6, where a game to 65536 takes minutes, of the same few.
     """
     job = program.Job("", (), size, target, timeout=timeout)
     skills, paid = {}, {}
     for name, games in recorded_games(size).items():
-        rewards = [program.game_reward(refereed(game, job), target, flat) for game in games if game[0] in REWARD_BOARDS]
-        skills[name], paid[name] = skill(games, target), statistics.fmean(rewards)
+        shown, rewarded = ([g for g in games if g[0] in boards] for boards in (SKILL_BOARDS, REWARD_BOARDS))
+        skills[name] = skill(games if size == 6 else shown, target)
+        results = [refereed(game, job) for game in (games if size == 6 else rewarded)]
+        paid[name] = statistics.fmean(program.game_reward(result, target, flat) for result in results)
     pairs = [(a, b) for a in skills for b in skills if skills[a] >= skills[b] + 1]
     return [(a, b) for a, b in pairs if paid[a] <= paid[b]], len(pairs)

@@ -48,10 +48,9 @@ def rewards(sources: Sequence[str], **columns: Any) -> list[float]:
 @pytest.mark.parametrize("target", [256, 1024, 4096, 16384, 65536])
 @pytest.mark.parametrize("size", [4, 6])
 def test_rewards_rank_like_skill(size: int, target: int) -> None:
-    """77 programs, blind, slow and broken ones among them: in at most 3% of the pairs is the worse one paid as much.
+    """77 programs, blind, slow and broken ones among them: in at most 3% of the pairs the worse one is paid as much.
 
-    Pairs are those whose skill with unlimited time differs by a factor of two.  A timeout was worth -1 whatever had
-    been reached: at 32768 a search that makes 65536 was paid like a program that hangs.
+    A timeout was worth -1 whatever had been reached: at 32768 a search that makes 65536 was paid like one that hangs.
     """
     wrong, pairs = wrongly_paid(size, target)
     assert pairs > 400

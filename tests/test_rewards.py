@@ -39,14 +39,14 @@ def result(outcome: str, max_tile: int = 64) -> GameResult:
         ("lost", 64, 2048, 2 + 8 * 6 / 11, 2.0),
         ("lost", 2, 2048, 2 + 8 / 11, 2.0),
         ("lost", 64, 128, 2 + 8 * 6 / 7, 2.0),
-        ("stuck", 64, 2048, -1 + 10 * 4 / 9, 2.0),
-        ("stuck", 1024, 2048, -1 + 10 * 8 / 9, 2.0),
+        ("stuck", 64, 2048, -1 + 11 * 4 / 9, 2.0),
+        ("stuck", 1024, 2048, -1 + 11 * 8 / 9, 2.0),
         ("timeout", 4, 2048, -1.0, -1.0),
-        ("timeout", 1024, 2048, -1 + 10 * 8 / 9, -1.0),
-        ("invalid_move", 1024, 2048, -3 + 10 * 8 / 9, -3.0),
+        ("timeout", 1024, 2048, -1 + 11 * 8 / 9, -1.0),
+        ("invalid_move", 1024, 2048, -3 + 13 * 8 / 9, -3.0),
         ("error", 2, 2048, -3.0, -3.0),
         ("error", 4, 2048, -3.0, -3.0),
-        ("error", 64, 128, -3 + 10 * 4 / 5, -3.0),
+        ("error", 64, 128, -3 + 13 * 4 / 5, -3.0),
         ("no_function", 2, 2048, 0.0, 0.0),
     ],
 )
@@ -201,8 +201,8 @@ def test_columns_are_read_per_row(pool: program.Pool) -> None:
 def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
     """The same play is worth more against a nearer target, where it does not reach it."""
     near, far = strategy_succeeds([LEFT, LEFT], seeds=[[1], [1]], target=[64, 2048])
-    assert near == pytest.approx(-1 + 10 * 1 / 4)  # the largest tile is 8
-    assert far == pytest.approx(-1 + 10 * 1 / 9)
+    assert near == pytest.approx(-1 + 11 * 1 / 4)  # the largest tile is 8
+    assert far == pytest.approx(-1 + 11 * 1 / 9)
 
 
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
