@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""How the programs of `tests/programs.py` play with unlimited time, recorded in `tests/games.json`.
+"""Whether rewards rank like skill: 77 programs of `tests/programs.py`, recorded with unlimited time in `tests/games.json`.
 
-    python benchmarks/bench_reward.py             # the CPU time of each program per move on 6x6
-    python benchmarks/bench_reward.py --record    # plays what the record lacks; about an hour for all
+    python benchmarks/bench_reward.py             # pairs of programs that are paid in the wrong order; seconds
+    python benchmarks/bench_reward.py --record    # first plays what the record lacks; about an hour for all
 
+Exit code 1 where more than 3% of the pairs are wrong.
 A milestone says when a new largest tile appeared.  Rewards at any target up to 65536 and any time limit follow from the
 milestones and the end of a game.  The programs are our own, so they run in this process, without a jail.
 
@@ -36,12 +37,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt_2048_rl import GameBoard, direction_of, key_table
-from tests.programs import PROGRAMS, RECORD, REWARD_BOARDS, SKILL_BOARDS, Game
+from tests.programs import PROGRAMS, RECORD, REWARD_BOARDS, SKILL_BOARDS, Game, wrongly_paid
 
 LAST_TILE = 65536
 IDLE_MOVES = 64  # in a row without a change: stuck
 CALL_SECONDS = 1.0  # of CPU time
 SIZES = (4, 6)
+TARGETS = (256, 1024, 4096, 16384, 65536)
+MOST_WRONG = 0.03  # share of the pairs
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,8 @@ def record(args: Args, costs: Mapping[str, float]) -> None:
         print(f"{time.monotonic() - start:6.0f} s  {size}x{size}  {name}: {ends}", flush=True)
 
 
-def main(args: Args) -> int:
-    """Measure, print and record."""
+def measure(args: Args) -> dict[str, float]:
+    """Print and return CPU milliseconds of a call for every program."""
     names = args.only or tuple(PROGRAMS)
     costs = {name: cost(PROGRAMS[name], args.measured_moves) for name in names}
     table = Table(title=f"CPU time on 6x6 over {args.measured_moves} moves")
@@ -216,10 +219,24 @@ def main(args: Args) -> int:
     for name in sorted(costs, key=lambda name: costs[name]):
         table.add_row(name, f"{costs[name]:.4f}")
     Console().print(table)
+    return costs
+
+
+def main(args: Args) -> int:
+    """Record where that is wanted; then hold the rewards' order against the record."""
     if args.record:
-        record(args, costs)
-    print(json.dumps({"ms": {name: rounded(value) for name, value in costs.items()}}, ensure_ascii=False))
-    return 0
+        record(args, measure(args))
+    table = Table(title=f"{len(PROGRAMS)} programs: pairs in which the worse one is paid as much")
+    outcome: dict[str, tuple[int, int]] = {}
+    for column in ("board", "target", "pairs", "wrong"):
+        table.add_column(column, justify="right")
+    for size, target in itertools.product(SIZES, TARGETS):
+        wrong, pairs = wrongly_paid(size, target)
+        outcome[f"{size}x{size} {target}"] = len(wrong), pairs
+        table.add_row(f"{size}x{size}", str(target), str(pairs), f"{len(wrong)} ({len(wrong) / pairs:.1%})")
+    Console().print(table)
+    print(json.dumps(outcome))
+    return int(any(wrong > MOST_WRONG * pairs for wrong, pairs in outcome.values()))
 
 
 if __name__ == "__main__":
