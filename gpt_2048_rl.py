@@ -23,6 +23,7 @@ boards that training never saw.
 
 from __future__ import annotations
 
+import _thread
 import ast
 import atexit
 import builtins
@@ -43,6 +44,7 @@ import random
 import re
 import resource
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -300,24 +302,28 @@ def build_prompt(size: int = 6, target: int = 2048, keys: str = "bepo", wording:
 
 
 _SPELLED_OUT = re.compile(r"(analysis|commentary|final)(?=[^\W_]|[\"'`*#<])")  # a channel's name, then its text at once
+_SPELLED = re.compile(r"\s*(analysis|commentary|final)")
+_FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>\w+)?<\|message\|>")
 _END_MARKS = re.compile(r"<\|(?:return|end|call|start)\|>")
+_NEXT_TURN = re.compile(r"<\|(?:return|end|call)\|>\s*<\|start\|>")
 
 
-def final_channel(text: str) -> str | None:
+def final_channel(text: str, reasons: bool = False) -> str | None:
     """What a harmony model (gpt-oss) says to the user, with or without its special tokens; other text as it is.
 
-    None where the text ends before the final channel begins: nothing inside an analysis counts.
+    None where the text ends before the final channel begins: nothing inside an analysis counts.  Without special tokens
+    an analysis is known by its first word, which prose may begin with too, unless the model `reasons` before answering.
     """
-    if text.startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
-        _, found, final = text.rpartition("<|channel|>final")
-        return final.partition("<|message|>")[2] if found else None
-    channel = _SPELLED_OUT.match(text)  # TRL decodes without special tokens: "analysisWe need...assistantfinalHere"
+    if text.lstrip().startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
+        final = _FINAL_CHANNEL.search(text)
+        return _NEXT_TURN.split(text[final.end() :], maxsplit=1)[0] if final else None
+    channel = (_SPELLED if reasons else _SPELLED_OUT).match(text)  # "analysisWe need...assistantfinalHere it is"
     if channel is None:
         return text
     if channel[1] == "final":
         return text[channel.end() :]
-    _, found, final = text.partition("assistantfinal")
-    return final if found else None
+    _, found, answer = text.partition("assistantfinal")
+    return answer if found else None
 
 
 def parse(source: str) -> ast.Module | None:
@@ -338,21 +344,33 @@ def _program(code: str) -> str | None:
     if tree is None or not defined:
         return None
     lines, kept = code.split("\n"), set[int]()
-    inner = [n for definition in tree.body if isinstance(definition, _DEFINITIONS) for n in ast.walk(definition)]
-    reads = {n.id for n in inner if isinstance(n, ast.Name)} - {n.arg for n in inner if isinstance(n, ast.arg)}
-    for node in tree.body:
-        nodes = list(ast.walk(node))
-        calls = any(isinstance(n, ast.Call) for n in nodes)
-        if node.lineno < defined[-1].lineno:
-            prints = any(isinstance(n, ast.Name) and n.id == "print" for n in nodes)
-            needed = not isinstance(node, ast.Expr) or (calls and not prints)
-        else:
-            constant = isinstance(node, (ast.Assign, ast.AnnAssign)) and not calls
-            needed = isinstance(node, _DEFINITIONS) or (constant and any(getattr(n, "id", "") in reads for n in nodes))
-        if needed:
+    own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    needs = _globals_of(code)[0] | own
+    for node in reversed(tree.body):  # what comes later may need what comes before
+        if _is_needed(node, node.lineno < defined[-1].lineno, needs):
+            needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             decorators = getattr(node, "decorator_list", [])
             kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
     return "\n".join(lines[i - 1] for i in sorted(kept))
+
+
+def _is_needed(node: ast.stmt, above: bool, needs: set[str]) -> bool:
+    """Whether a statement belongs to a program: above its function or below it, with the names that the rest reads."""
+    if isinstance(node, _DEFINITIONS):
+        return True
+    nodes = list(ast.walk(node))
+    calls = {getattr(n.func, "id", "") for n in nodes if isinstance(n, ast.Call)}
+    if above:
+        return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in calls)
+    return bool(_written(nodes) & needs) and not calls & {"strategy", "print", "input"}
+
+
+def _written(nodes: Sequence[ast.AST]) -> set[str]:
+    """The names that are assigned to, or whose attributes or items are."""
+    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    while any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
+        targets = [t.value if isinstance(t, (ast.Attribute, ast.Subscript)) else t for t in targets]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _is_code(node: ast.stmt) -> bool:
@@ -385,14 +403,14 @@ _FENCE_CLOSES = re.compile(r"[ \t]*`{3,}+(?![ \t]*[\w+-]+[ \t]*$)")  # ```python
 _FENCES = 16  # the last so many are looked at
 
 
-def extract_function(text: str) -> str | None:
+def extract_function(text: str, reasons: bool = False) -> str | None:
     """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.
 
     The last complete fenced block with a strategy in it is preferred; code outside of fences is accepted; prose,
-    examples of use and anything cut off are not.  For gpt-oss only the final channel counts.
+    examples of use and anything cut off are not.  For gpt-oss only the final channel counts (`reasons`: final_channel).
     """
-    answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"))
-    if answer is None:
+    answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"), reasons)
+    if answer is None or len(answer) > 8 * LIMITS.source_bytes:
         return None
     # An answer ends at harmony's end mark, unless the mark is part of the program: then a later end has to do.
     ends = [*(mark.start() for mark in islice(_END_MARKS.finditer(answer), _FENCES)), len(answer)]
@@ -405,7 +423,8 @@ def _find_program(lines: list[str]) -> str | None:
     closes = [i for i, line in enumerate(lines) if _FENCE_CLOSES.match(line)][-_FENCES:]
     for end in reversed(closes):
         for start in reversed([i for i in opens if i < end]):  # the nearest is not the one if code contains a fence
-            if program := _program(textwrap.dedent("\n".join(lines[start + 1 : end]))):
+            code = "\n".join(lines[start + 1 : end])
+            if program := _program(code) or _program(textwrap.dedent(code)):
                 return program
     outside: list[str] = []
     inside = False
@@ -441,27 +460,31 @@ def is_visible(source: str) -> bool:
 
 
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
-_DUNDER = re.compile(r"__\w+__")
+_WAYS_OUT = frozenset(f"__{name}__" for name in (
+    "class", "bases", "base", "mro", "subclasses", "globals", "builtins", "dict", "code", "closure", "import", "loader",
+    "spec", "getattribute", "reduce", "reduce_ex", "traceback", "self", "func", "wrapped", "file", "cached", "path",
+    "module", "defaults", "kwdefaults", "annotations", "init_subclass", "set_name", "weakref"))  # fmt: skip
 
 
-def builtins_used(source: str) -> set[str]:
-    """The names that a program reads and binds nowhere in reach: builtins, or undefined.
+def _globals_of(source: str) -> tuple[set[str], set[str]]:
+    """The names that a program's functions and classes read as globals; and those that it reads and binds nowhere.
 
     A scope's own names are its own alone: `lambda eval: 0` lends no other line an `eval`.
     """
     try:
         module = symtable.symtable(source, "<strategy>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    tables, read, bound = [module], set[str](), set[str]()
+        return set(), set()
+    tables, inside, read, bound = [module], set[str](), set[str](), set[str]()
     while tables:
         table = tables.pop()
         tables += table.get_children()
         for symbol in table.get_symbols():
             if table is module or symbol.is_global():
                 read |= {symbol.get_name()} if symbol.is_referenced() else set()
+                inside |= {symbol.get_name()} if symbol.is_referenced() and table is not module else set()
                 bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return read - bound
+    return inside, read - bound
 
 
 def find_cheating(source: str) -> str:
@@ -480,11 +503,11 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-    names = builtins_used(source) if tree else set()
+    names = _globals_of(source)[1] if tree else set()
     if used := sorted(names & _INTERPRETER_NAMES):
         return f"uses {used[0]}"
-    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    reached = sorted(n for n in names if _DUNDER.fullmatch(n) and n not in ("__init__", "__name__"))
+    names -= {"__class__"}  # super() reads it
+    reached = sorted(_WAYS_OUT & (names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}))
     return f"reaches for {reached[0]}" if reached else ""
 
 
@@ -504,6 +527,7 @@ class Limits:
     paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
     wall_factor: float = 4.0  # the wall ceiling on a busy machine, in multiples of the CPU limit (plus 10 s)
     memory_bytes: int = 256 << 20  # address space of the player
+    referee_bytes: int = 1 << 30  # the same of the process that parses answers
     source_bytes: int = 64 << 10
     parse_seconds: float = 3.0  # CPU seconds for reading an answer
     idle_moves: int = 64  # consecutive moves that change nothing end a game as "stuck"
@@ -543,26 +567,34 @@ SYSTEM_CALLS = {
 }  # fmt: skip
 _PROT_EXEC, _MAP_ANONYMOUS = 0x4, 0x20
 _MAP_OTHER = 0xFFFFFFFF & ~(_MAP_ANONYMOUS | 0x2 | 0x4000 | 0x20000)  # all but MAP_PRIVATE, MAP_NORESERVE, MAP_STACK
+# Call -> conditions: offset of half an argument in struct seccomp_data, mask, whether one of its bits has to be set.
+# No address is chosen: pages far apart take page tables, which no limit counts.  RLIMIT_AS forgets shared memory once
+# it is unmapped, the machine does not.  A negative clock is that of another process, by its number.
+CONDITIONS = {
+    "mmap": ((16, 0xFFFFFFFF, False), (20, 0xFFFFFFFF, False), (32, _PROT_EXEC, False), (40, _MAP_OTHER, False),
+             (40, _MAP_ANONYMOUS, True)),
+    "mremap": ((40, 0x2 | 0x4, False),),  # MREMAP_FIXED, MREMAP_DONTUNMAP
+    "clock_gettime": ((16, 0x80000000, False),),
+}  # fmt: skip
 
 
 def seccomp_filter(machine: str) -> bytes:
     """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.
 
-    Allows SYSTEM_CALLS; mmap only anonymous, private (RLIMIT_AS forgets shared memory when it is unmapped, the machine
-    does not) and not executable.  The rest is EPERM, a foreign ABI is killed.
+    Allows SYSTEM_CALLS under their CONDITIONS; the rest is EPERM, a foreign ABI is killed.
     """
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    numbers = dict(SYSTEM_CALLS[machine])
-    mmap = numbers.pop("mmap")
     code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
         code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
-    for number in numbers.values():
-        code += [(equal, 0, 1, number), (give, 0, 0, _ALLOW)]
-    code += [(equal, 0, 5, mmap), (load, 0, 0, 32), (any_bit, 3, 0, _PROT_EXEC)]  # args[2] -> deny
-    code += [(load, 0, 0, 40), (any_bit, 1, 0, _MAP_OTHER), (any_bit, 1, 0, _MAP_ANONYMOUS)]  # args[3] -> deny, allow
-    code += [(give, 0, 0, _DENY), (give, 0, 0, _ALLOW)]
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+    for name, number in SYSTEM_CALLS[machine].items():
+        conditions = CONDITIONS.get(name, ())
+        code.append((equal, 0, 2 * len(conditions) + 2 - (not conditions), number))
+        for left, (offset, mask, wanted) in zip(range(len(conditions), 0, -1), conditions, strict=True):
+            deny = 2 * left - 1  # from here to this call's refusal
+            code += [(load, 0, 0, offset), (any_bit, 0, deny, mask) if wanted else (any_bit, deny, 0, mask)]
+        code += [(give, 0, 0, _ALLOW), (give, 0, 0, _DENY)][: 2 if conditions else 1]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in [*code, (give, 0, 0, _DENY)])
 
 
 class Jail:
@@ -588,12 +620,6 @@ class Jail:
             number = ctypes.get_errno()
             raise JailError(f"prctl({option}): {os.strerror(number)}")
 
-    def die_with(self, parent: int) -> None:
-        """Have the kernel kill this process when its parent dies."""
-        self._prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
     def _drop_capabilities(self) -> None:
         header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # linux/capability.h, version 3
         if self._capset(header, none):
@@ -609,7 +635,7 @@ class Jail:
                     give_up()
         self._drop_capabilities()  # so that uid 0, where it has to stay, is worth no more than any other
         self._prctl(4, 0)  # PR_SET_DUMPABLE
-        self.die_with(parent)  # a change of user has cleared it
+        die_with(parent)  # a change of user has cleared it
         self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
         self._prctl(22, 2, ctypes.addressof(self._program))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         attempts: tuple[Callable[[], int], ...] = (lambda: os.open("/", os.O_RDONLY), os.fork)
@@ -619,6 +645,13 @@ class Jail:
             except PermissionError:
                 continue
             os._exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(1, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def limit_resources(cpu_seconds: int) -> None:
@@ -720,12 +753,16 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
         os.write(descriptor, b"1000")
     header, _, source = os.read(channel, LIMITS.source_bytes + 1000).partition(b"\n")
     job = json.loads(header)
+    if len(source) != job["bytes"]:
+        raise ValueError("the source was cut")
     os.closerange(0, channel)
     os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = sys.stdout = sys.stderr = _NoStream()
     limit_resources(job["cpu_seconds"])
     if jail:
         jail.enter(parent)
+    else:
+        die_with(parent)
     os.write(channel, b"jailed")  # the last word that is trusted
     _fix_random(job["random_seed"])
     claim, strategy = _load(source)
@@ -735,41 +772,40 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
 
 
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
-    """Fork a player for every channel that is sent; kill and reap it when asked.  Knows no seed and no game."""
+    """Fork a player for every channel that is sent.  Knows no seed, no game, and not how any player fared."""
     # the last three are not for the strategies: functools needs two, the compiler one for names like "ligne_complète"
     for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata"):
         __import__(name)
     jail = Jail() if jailed else None
-    if jail:
-        jail.die_with(parent)
+    die_with(parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: an exit status would tell the next player
     gc.collect()
     gc.freeze()
     control.send(b"ready")
-    me = os.getpid()
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 16, 1)
-        if not request:
-            return
-        channel = descriptors[0]
-        player = os.fork()
-        if player == 0:
-            try:
-                os.dup2(channel, 3)
-                _player(jail, 3, me)
-            except BaseException as error:
-                with contextlib.suppress(BaseException):
-                    os.write(3, _describe(error))
-            os._exit(0)
-        os.close(channel)
-        control.send(struct.pack("=i", player))
-        control.recv(16)  # the referee is through with it
-        os.kill(player, signal.SIGKILL)
-        _, status, usage = os.wait4(player, 0)
-        control.send(struct.pack("=id", status, usage.ru_utime + usage.ru_stime))
+    while _fork_player(control, jail, os.getpid()):
+        pass
+
+
+def _fork_player(control: socket.socket, jail: Jail | None, zygote: int) -> bool:
+    """Wait for a channel, fork its player and send the referee its number; False where the referee has gone."""
+    request, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    if not request:
+        return False
+    player = os.fork()
+    if player == 0:
+        try:
+            os.dup2(descriptors[0], 3)
+            _player(jail, 3, zygote)
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                os.write(3, _describe(error))
+        os._exit(0)
+    os.close(descriptors[0])
+    control.send(struct.pack("=i", player))
+    return True
 
 
 _PROCESS = "the player's process"
-_PROCESS_ENDED = f"{_PROCESS} ended"
 _BY_THE_JAIL = (_PROCESS, "MemoryError", "PermissionError")  # how the details of such games begin
 
 
@@ -819,15 +855,15 @@ class _PlayerProcess:
         with theirs:
             socket.send_fds(zygote, [b"fork"], [theirs.fileno()])
             self.pid: int = struct.unpack("=i", zygote.recv(16))[0]
+        self._process, self._cpu_seconds = os.pidfd_open(self.pid), 0.0
         poll = struct.pack("ll", 0, int(self.POLL_SECONDS * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._channel.setsockopt(socket.SOL_SOCKET, option, poll)
         self._descriptor = self._channel.fileno()
         self._clock = (~self.pid << 3) | 2  # the process's CPU clock: clock_getcpuclockid(3)
         self._next_look = 0.0
-        # Who has not read a board cannot know its token: answers given ahead, or twice, break the protocol.
-        self._token = partial(random.Random(secrets.randbits(128)).randbytes, _TOKEN_BYTES)
-        header = {"size": job.size, "keys": job.keys, "random_seed": random_seed, "cpu_seconds": int(most) + 2}
+        header = {"size": job.size, "keys": job.keys, "random_seed": random_seed, "cpu_seconds": int(most) + 2,
+                  "bytes": len(source)}  # fmt: skip
         try:
             self._send(json.dumps(header).encode() + b"\n" + source)
             said = self._receive()
@@ -844,7 +880,7 @@ class _PlayerProcess:
 
     def choose(self, board: bytes) -> tuple[int, bytes]:
         """Its answer to a board of exponents: an index in DIRECTIONS, or a larger number and a note."""
-        token = self._token()
+        token = os.urandom(_TOKEN_BYTES)  # only who has read the board knows it: no answer is given ahead, or twice
         self._send(token + board)
         answer = self._receive()
         if not answer.startswith(token) or len(answer) == _TOKEN_BYTES:
@@ -856,7 +892,7 @@ class _PlayerProcess:
         try:
             os.write(self._descriptor, message)  # never waits: it has read all before, or broken the protocol
         except OSError:
-            raise GameOver("error", _PROCESS_ENDED) from None
+            raise GameOver("error", f"{_PROCESS} ended") from None
 
     def _receive(self) -> bytes:
         """The next message, for which the player may use the CPU seconds of a move."""
@@ -868,17 +904,16 @@ class _PlayerProcess:
         except ConnectionError:
             message = b""
         if not message:
-            raise GameOver("error", _PROCESS_ENDED)
+            raise GameOver("error", f"{_PROCESS} ended")
         if time.monotonic() > self._next_look:
             self._look()
         return message
 
     def _cpu(self) -> float:
-        """CPU seconds of the player so far; 0 when it is gone."""
-        try:
-            return time.clock_gettime(self._clock)
-        except OSError:
-            return 0.0
+        """CPU seconds of the player so far, or when it was last seen."""
+        with contextlib.suppress(OSError):
+            self._cpu_seconds = time.clock_gettime(self._clock)
+        return self._cpu_seconds
 
     def _look(self) -> None:
         """Hold the clocks against the limits.  The referee's own CPU counts too: wall time has a bound by it."""
@@ -905,12 +940,17 @@ class _PlayerProcess:
             with contextlib.suppress(BlockingIOError):
                 return os.read(self._descriptor, 4096)
 
-    def close(self) -> tuple[int, float]:
-        """Kill and reap the process: its wait status and the CPU seconds it used."""
+    def close(self) -> float:
+        """End the process and wait until it is gone; the CPU seconds that it used."""
         self._channel.close()
-        self._zygote.send(b"reap")
-        status, cpu = struct.unpack("=id", self._zygote.recv(16))
-        return status, cpu
+        seconds = self._cpu()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        gone, _, _ = select.select([self._process], [], [], self.CONTROL_SECONDS)
+        os.close(self._process)
+        if not gone:
+            raise TimeoutError(f"{_PROCESS} does not end")
+        return seconds
 
 
 def _play_game(player: _PlayerProcess, game: GameBoard) -> NoReturn:
@@ -986,22 +1026,10 @@ class Referee:
         except GameOver as end:
             over = end
         finally:
-            status, cpu = player.close()
-        if over.detail == _PROCESS_ENDED:
-            over = _post_mortem(status)
+            cpu = player.close()
         moves = "".join(str(move) for move in player.moves if move < len(DIRECTIONS)) if job.record else ""
         return claim, GameResult(seed, over.outcome, len(player.moves), game.max_tile(), game.score(), round(cpu, 6),
                                  printable(over.detail), moves)  # fmt: skip
-
-
-def _post_mortem(status: int) -> GameOver:
-    """How a game ended whose player died by itself, from its wait status."""
-    if status in (0, signal.SIGKILL):  # it closed its channel: which of the two it is depends on who was faster
-        return GameOver("error", _PROCESS_ENDED)
-    if not os.WIFSIGNALED(status):
-        return GameOver("error", f"{_PROCESS} exited with code {os.waitstatus_to_exitcode(status)}")
-    name = signal.Signals(os.WTERMSIG(status)).name
-    return GameOver("timeout" if name == "SIGXCPU" else "error", f"{_PROCESS} was ended by {name}")
 
 
 def _random_seed(game: GameBoard) -> int:
@@ -1021,6 +1049,7 @@ class Job:
     keys: str = "bepo"
     timeout: float = 5.0  # CPU seconds for a game's first thousand moves; each further thousand has as many
     completion: bool = False
+    reasons: bool = False  # the model was asked to think before it answers: see final_channel
     record: bool = False  # keep the moves
 
     def __post_init__(self) -> None:
@@ -1057,14 +1086,14 @@ class Verdict:
 def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
     """Trusted code, hostile data: the source is only read here, and run by a jailed player."""
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # ends this worker, if the parser takes for ever
-    source = extract_function(job.text) if job.completion else job.text
-    if source is not None and len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes:
+    source = extract_function(job.text, job.reasons) if job.completion else job.text
+    if source is not None and job.completion and not _is_too_long(source):
+        source = visible_program(source)
+    if source is not None and _is_too_long(source):
         over = GameOver("error", f"the source is longer than {LIMITS.source_bytes} bytes")
         return _no_verdict(job, None, "fail", over)
-    if source is not None and job.completion:
-        source = visible_program(source)
     parses = source is not None and parse(source) is not None
-    cheating = find_cheating(source) if source and parses else ""
+    cheating = printable(find_cheating(source)) if source and parses else ""
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     if source is None or not parses:
         return _no_verdict(job, source, "none", GameOver("no_function", "no strategy(board) that Python can parse"))
@@ -1073,6 +1102,10 @@ def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
         return _no_verdict(job, source, works, GameOver("error", f"does not play: it {cheating}"), cheating)
     works, results = referee.play(source, job)
     return Verdict(source, works, cheating, tuple(results))
+
+
+def _is_too_long(source: str) -> bool:
+    return len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes
 
 
 def _no_verdict(job: Job, source: str | None, works: str, over: GameOver, cheating: str = "") -> Verdict:
@@ -1099,13 +1132,14 @@ def worker_main(core: int, jailed: bool) -> None:
         refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
     except JailError as error:
         refusal = str(error)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
     print(json.dumps({"refusal": refusal}), flush=True)
     if refusal:
         return
     for line in sys.stdin:
         if not referee.lives():
-            print(json.dumps({"died": "idle"}), flush=True)  # not this job's doing: let another worker have it
             return
+        print(json.dumps({"begun": True}), flush=True)  # who dies before has not died over this job
         job = json.loads(line)
         verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
         print(json.dumps(dataclasses.asdict(verdict)), flush=True)
@@ -1133,7 +1167,7 @@ class _Worker:
         command = [sys.executable, "-P", "-s", "-S", "-c", code]
         environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
         self._socket, theirs = socket.socketpair()
-        self._stream = self._socket.makefile("rw", encoding="utf-8")
+        self._answers = self._socket.makefile("rb")
         with theirs:  # a socket, because reads and writes of a pipe have no time limit
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), env=environment,
                                              cwd="/", start_new_session=True)  # fmt: skip
@@ -1148,22 +1182,27 @@ class _Worker:
         """Send a line, if there is one, and read one; None where the worker dies over it or takes too long."""
         with contextlib.suppress(OSError, ValueError):  # ValueError: close() was called in another thread
             self._socket.settimeout(seconds)
-            self._stream.write(line)
-            self._stream.flush()
-            answer = self._stream.readline()
-            return json.loads(answer) if answer.endswith("\n") else None
+            self._socket.sendall(line.encode())
+            answer = self._answers.readline()
+            return json.loads(answer) if answer.endswith(b"\n") else None
         return None
 
     def judge(self, job: Job) -> Verdict:
-        """The verdict on one job; "error" where the worker died over it.  Raises as check() where none starts."""
-        line = json.dumps(dataclasses.asdict(job)) + "\n"
-        if self._process.poll() is not None:
-            self._replace()
-        reply = self._exchange(line, job.wall_seconds())
-        if reply and "died" in reply:  # its zygote had, before this job
-            self._replace()
-            reply = self._exchange(line, job.wall_seconds())
-        if reply is None or "died" in reply:
+        """The verdict on one job; "error" where the worker died over it.  Raises as check() where none starts.
+
+        A worker that dies before it has begun has not died over the job, which then goes to the next.
+        """
+        line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
+        reply = None
+        for _ in range(3):
+            if self._process.poll() is not None:
+                self._replace()
+            if self._exchange(line, min(limit, self.START_SECONDS)):
+                reply = self._exchange("", limit)
+                break
+            with self._lock:
+                self._end()
+        if reply is None:
             with self._lock:
                 self._end()
             if self._closed:
@@ -1178,7 +1217,12 @@ class _Worker:
                 raise RuntimeError("the pool is closed")
             self._end()
             self._start()
-        self.check()
+        try:
+            self.check()
+        except JailError:
+            with self._lock:
+                self._end()
+            raise
 
     def close(self) -> None:
         """End the process, its zygote and its player with it, for good."""
@@ -1194,8 +1238,7 @@ class _Worker:
             self._process.wait(self.START_SECONDS)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
-        with contextlib.suppress(OSError):  # what could not be written
-            self._stream.close()
+        self._answers.close()
         self._socket.close()
 
 
@@ -1213,42 +1256,57 @@ class Pool:
 
     def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
         import queue
-        from concurrent.futures import ThreadPoolExecutor
+        import threading
 
         cores = own_cores(sorted(os.sched_getaffinity(0)))
         self.jailed, self.closed = jailed, False
-        self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="referee")
         self._begun: dict[Job, Future[Verdict]] = {}
         self._owed: dict[Future[Verdict], float] = {}  # seconds until each job under way has to have its verdict
+        self._queue: queue.SimpleQueue[tuple[Future[Verdict], Job] | None] = queue.SimpleQueue()  # None: the end
+        self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
         try:
             for worker in self._workers:
                 worker.check()
-                self._idle.put(worker)
         except BaseException:
             self.close()
             raise
+        for worker in self._workers:  # not an executor's threads: those play the whole queue before Python may end
+            threading.Thread(target=self._serve, args=(worker,), name="referee", daemon=True).start()
 
-    def _judge(self, job: Job) -> Verdict:
-        """The verdict of the next free worker; another is tried, for a minute, where a dead one can't be replaced."""
+    def _serve(self, worker: _Worker) -> None:
+        """A thread: one worker's jobs, one after the other."""
+        while asked := self._queue.get():
+            future, job = asked
+            try:
+                verdict = self._judge(worker, job)
+            except BaseException as error:
+                settle = partial(future.set_exception, error)
+            else:
+                settle = partial(future.set_result, verdict)
+            with contextlib.suppress(Exception):  # close() was first
+                settle()
+
+    def _judge(self, worker: _Worker, job: Job) -> Verdict:
+        """The worker's verdict.  One that has died and cannot be replaced is tried again, for a minute."""
         deadline = time.monotonic() + _Worker.START_SECONDS
         while True:
-            worker = self._idle.get()
             try:
                 return worker.judge(job)
             except (JailError, OSError):
                 if self.closed or time.monotonic() > deadline:
                     raise
-            finally:
-                self._idle.put(worker)
             time.sleep(0.5)
 
     def begin(self, job: Job) -> Future[Verdict]:
         """Start on a job that judge() will be asked for later."""
+        from concurrent.futures import Future
+
         future = self._begun.get(job)
         if future is None:
-            self._begun[job] = future = self._threads.submit(self._judge, job)
+            if self.closed:
+                raise RuntimeError("the pool is closed")
+            self._begun[job] = future = Future()
+            self._queue.put((future, job))
             self._owed[future] = job.wall_seconds() + 2 * _Worker.START_SECONDS
             future.add_done_callback(lambda done: self._owed.pop(done, None))
         return future
@@ -1274,11 +1332,14 @@ class Pool:
         self._begun.clear()
 
     def close(self) -> None:
-        """End all processes.  No further jobs."""
+        """End all processes.  No further jobs; who waits for one gets a RuntimeError."""
         self.closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
+            self._queue.put(None)
+        for future in list(self._owed):
+            with contextlib.suppress(Exception):  # it has its verdict
+                future.set_exception(RuntimeError("the pool is closed"))
 
     def __enter__(self) -> Pool:
         return self
@@ -1288,16 +1349,18 @@ class Pool:
 
 
 _shared: list[Pool] = []
+_sharing = _thread.allocate_lock()  # threading's own, without its fork handler
 
 
 def shared_pool(jailed: bool | None = None) -> Pool:
     """The pool that rewards and commands share, started when first asked for; jailed unless a caller says otherwise."""
-    if _shared and jailed not in (None, _shared[0].jailed):
-        _shared[0].close()
-    if not _shared or _shared[0].closed:
-        _shared[:] = [Pool(jailed=jailed is not False)]
-        atexit.register(_shared[0].close)
-    return _shared[0]
+    with _sharing:
+        if _shared and jailed not in (None, _shared[0].jailed):
+            _shared[0].close()
+        if not _shared or _shared[0].closed:
+            _shared[:] = [Pool(jailed=jailed is not False)]
+            atexit.register(_shared[0].close)
+        return _shared[0]
 
 
 def execute_strategies(
@@ -1350,14 +1413,14 @@ def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
     `completions` as TRL hands them over: strings, or lists of messages.  The game is read from the dataset's columns,
     one entry per completion: `seeds` (the boards), `size`, `target`, `keys`, `timeout`.
     """
-    columns = {"seeds", "size", "target", "keys", "timeout"} & kwargs.keys()
+    columns = {"seeds", "size", "target", "keys", "timeout", "reasons"} & kwargs.keys()
     rows = ({name: kwargs[name][i] for name in columns} for i in range(len(completions)))
     return _judge_batch(tuple(map(completion_job, map(completion_text, completions), rows)))
 
 
 def completion_job(text: str, row: Mapping[str, Any]) -> Job:
     """A completion's game, from its row of the dataset."""
-    columns = {name: row[name] for name in ("size", "target", "keys", "timeout") if name in row}
+    columns = {name: row[name] for name in ("size", "target", "keys", "timeout", "reasons") if name in row}
     return Job(text, tuple(row.get("seeds", BOARDS)), completion=True, **columns)
 
 
@@ -2467,7 +2530,7 @@ def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig)
 
     def play_them() -> Score:
         jobs = [
-            Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, completion=True)
+            Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, True, config.reasoning != "none")
             for text, seed in zip(texts, board_seeds(config.games, held_out=True), strict=True)
         ]
         return score([verdict.results[0] for verdict in shared_pool().judge(jobs)], config.target)
@@ -2933,6 +2996,7 @@ def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]
         "target": target,
         "keys": config.keys,
         "timeout": config.timeout,
+        "reasons": config.reasoning != "none",
         "flat_reward": config.flat_reward,
         "max_new_tokens": config.max_new_tokens,
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether rewards rank like skill: 77 programs of `tests/programs.py`, recorded with unlimited time in `tests/games.json`.
+"""Whether rewards rank like skill, for 77 programs of `tests/programs.py` whose games are in `tests/games.json`.
 
     python benchmarks/bench_reward.py             # pairs of programs that are paid in the wrong order; seconds
     python benchmarks/bench_reward.py --record    # first plays what the record lacks; about an hour for all

@@ -395,6 +395,9 @@ MEMORY = {
     "a mapping in RAM at once": (mapped("0x8022"), "stuck"),
     "a locked mapping": (mapped("0x2022"), "stuck"),
     "a mapping that grows down": (mapped("0x122"), "stuck"),
+    "a page at an address of its choice": (
+        always(before=MAP, result="'mapped' if L.mmap(1 << 40, 4096, 3, 0x22, -1, 0) != NO else 'a'"), "stuck",
+    ),
     "neither private nor shared": (mapped("0x20"), "stuck"),
     "copies a private mapping by moving none of it": (
         always("p = L.mmap(None, 1 << 20, 3, 0x22, -1, 0)", before=MAP,
@@ -453,6 +456,7 @@ LUCK = {
     "reads /dev/urandom": (always("open('/dev/urandom', 'rb')"), "error"),
     "reads /dev/random": (always("os.open('/dev/random', 0)"), "error"),
     "uuid4": (always("sys.modules['uuid'].uuid4()"), "error"),
+    "another process's clock": (always("sys.modules['time'].clock_gettime((~1 << 3) | 2)"), "error"),
     "getpid": (always("libc = sys.modules['ctypes'].CDLL(None)", result="'a' if libc.getppid() == -1 else 'x'"),
                "stuck"),
 }  # fmt: skip

@@ -151,7 +151,7 @@ def simulate(code: bytes, architecture: int, number: int, arguments: Sequence[in
             program_counter += if_true if holds else if_false
 
 
-ARGUMENTS = (0, 4096, 3, 0x22, -1, 0)  # an anonymous mapping to mmap; harmless to all others
+ARGUMENTS = (0, 4096, 3, 0x20, -1, 0)  # to mmap a mapping that the filter allows and the kernel refuses; harmless
 
 
 def _attempt_from(first: int, report: int) -> None:

@@ -217,6 +217,24 @@ def test_a_word_that_is_also_a_channels_name_is_only_a_word(text: str) -> None:
     assert extract_function(text) is not None
 
 
+@pytest.mark.parametrize("text", [*SAID[:9], f"analysis We think\n{FENCED}", f" analysisWe\n{FENCED}",
+                                  f"analysis…\n{FENCED}", f"commentary(\n{FENCED}"])  # fmt: skip
+def test_a_model_that_reasons_answers_in_the_final_channel(text: str) -> None:
+    """A line break behind the first word was enough for code in an analysis to count."""
+    assert extract_function(text, reasons=True) is None
+    assert extract_function(f"{text}assistantfinal{FENCED}", reasons=True) == PLAIN
+
+
+@pytest.mark.parametrize("text", [
+    f" <|channel|>analysis<|message|>{FENCED}",
+    f"\n<|channel|>analysis<|message|>{FENCED}",
+    f"<|channel|>final<|message|>I cannot.<|end|><|start|>assistant<|channel|>analysis<|message|>{FENCED}",
+    f"<|channel|>final<|message|>No.<|return|><|start|>user<|message|>{FENCED}",
+])  # fmt: skip
+def test_another_channel_or_turn_is_no_answer(text: str) -> None:
+    assert extract_function(text) is None
+
+
 MARKS = ["<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|channel|>final",
          "<|constrain|>", "<|end|><|return|>"]  # fmt: skip
 
@@ -228,6 +246,27 @@ def test_harmonys_marks_may_stand_in_a_program(mark: str, end: str) -> None:
     code = f'def strategy(board):\n    """Not {mark}."""\n    x = "{mark}" + f"{mark}"  # {mark}\n    return "a"'
     assert extract_function(f"```python\n{code}\n```{end}") == code
     assert extract_function(f"<|channel|>final<|message|>```python\n{PLAIN}  # {mark[:-1]}\n```{end}") is not None
+
+
+BELOW = [
+    "MEMO = collections.defaultdict(int)", "RNG = random.Random(0)", "ORDER = list('auéi')", "D = lambda k: str(k)",
+    "strategy.rng = random.Random(0)", "strategy.memo = dict()", "best = functools.lru_cache(None)(_best)",
+    "A = 'a'\nK = A", "K = ['a']\nK += ['u']", "T = {}\nfor k in 'auéi': T[k] = ord(k)", "if True: K = 'a'",
+]
+
+
+@pytest.mark.parametrize("below", BELOW)
+def test_what_a_strategy_reads_may_stand_below_it(below: str) -> None:
+    """Assignments with a call in them were taken for an example of use, and the program raised NameError."""
+    code = ("import collections, functools, random\ndef _best(board): return 'a'\ndef strategy(board):\n"
+            f"    x = [MEMO, RNG, ORDER, D, K, T, best] and strategy\n    return 'a'\n{below}")  # fmt: skip
+    assert extract_function(f"```python\n{code}\nkey = strategy([[0]])\nboard = [[0]]\n```") == code
+
+
+def test_the_lines_of_a_string_keep_their_blanks() -> None:
+    """dedent() empties lines that are blank, also inside of strings, which are then others."""
+    code = 'def strategy(board):\n    x = """\n   \n"""\n    return "a" if len(x) == 5 else "u"'
+    assert extract_function(f"```python\n{code}\n```") == code
 
 
 UNPRINTABLE = {
@@ -333,6 +372,15 @@ CHEATING = {
     "in an f-string": (body('f = f"{eval(1)}"'), "uses eval"),
     "in a class body": ("class A:\n    import socket\n" + PLAIN, "imports socket"),
 }
+
+
+@pytest.mark.parametrize("expression", [
+    "max(s, key=s.__getitem__)", "int.__add__(1, 2)", "'ai'.__contains__('a')", "super().__new__", "x.__doc__",
+    "[].__len__()", "operator.__add__", "super().__setattr__", "A.__eq__", "__debug__", "__doc__",
+])  # fmt: skip
+def test_an_operators_name_is_honest(expression: str) -> None:
+    """`key=s.__getitem__` cost 20, and does what `key=s.get` does."""
+    assert find_cheating(body(f"k = {expression}")) == ""
 
 
 ELSEWHERE = {  # names that are bound in another scope than the one that reads them

@@ -219,6 +219,20 @@ def test_what_is_logged_and_saved_holds_no_escape_sequence(pool: program.Pool) -
     assert verdict.results[0].outcome == "stuck"
 
 
+def test_the_program_that_is_shown_is_the_one_that_played(pool: program.Pool) -> None:
+    """Written anew, it had grown past the size that a player reads: another, cut one was played, or the worker died."""
+    hostile = "def strategy(board):\n    return 'i'\ndef f():\n    X = '{}'\ndef strategy(board):\n    return 'a'"
+    for bells in (17_000, 60_000):
+        (verdict,) = program.judge([fenced(hostile.format("\a" * bells))], seeds=[[3]])
+        assert (verdict.source, verdict.works, verdict.results[0].outcome) == (None, "fail", "error")
+        assert "longer than" in verdict.results[0].detail
+
+
+def test_a_reason_is_short(pool: program.Pool) -> None:
+    (verdict,) = program.judge([fenced(f"import {'x' * 5000}\ndef strategy(board):\n    return 'a'")], seeds=[[3]])
+    assert len(verdict.cheating) <= program.LIMITS.detail_chars
+
+
 def test_without_columns_the_default_boards_are_played(pool: program.Pool) -> None:
     """As a reader would call it by hand."""
     assert [game.seed for game in program.judge([LEFT])[0].results] == list(program.BOARDS)

@@ -293,7 +293,7 @@ def test_a_job_that_was_begun_is_judged_once(monkeypatch: pytest.MonkeyPatch) ->
     pool = program.shared_pool()
     judged: list[program.Job] = []
     judge = pool._judge
-    monkeypatch.setattr(pool, "_judge", lambda job: (judged.append(job), judge(job))[1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(pool, "_judge", lambda worker, job: (judged.append(job), judge(worker, job))[1])  # type: ignore[func-returns-value]
     job = program.Job(HONEST, (4,), target=64)
     pool.begin(job)
     pool.begin(job)
