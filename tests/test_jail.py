@@ -275,7 +275,8 @@ with program.Pool(1, jailed={jailed}) as pool:
 def test_worker_works_as_an_ordinary_user() -> None:
     """Nothing of it needs root: referee, zygote and player of uid 12345, as the trainer would start them."""
     job = Job('def strategy(board): return "a"', (1, 2))
-    before = f"import os, unicodedata, {', '.join(program.ALLOWED_MODULES)}\nimport gpt_2048_rl as program"  # root's own interpreter may be closed to others
+    modules = ", ".join(("os", "unicodedata", *program.ALLOWED_MODULES))  # root's interpreter may be closed to others
+    before = f"import {modules}\nimport gpt_2048_rl as program"
     code = f"{before}\n{ORDINARY}\nprogram.worker_main(0, True)"
     done = run_python(code, input=json.dumps(dataclasses.asdict(job)) + "\n")
     start, begun, verdict = map(json.loads, done.stdout.splitlines())
