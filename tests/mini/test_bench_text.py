@@ -58,6 +58,7 @@ def test_a_run_is_not_made_again_unless_its_words_change(
     assert len(started) == 2
 
 
+@pytest.mark.optional
 def test_table_and_figure(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
