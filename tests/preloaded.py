@@ -71,7 +71,7 @@ def serve() -> None:
                 os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keep(descriptors[0])
-    become(descriptors, **json.loads(message))
+    become(descriptors, json.loads(message))
 
 
 def keep(reply: int) -> None:
@@ -83,16 +83,13 @@ def keep(reply: int) -> None:
     os.setsid()
 
 
-def become(descriptors: list[int], arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
-    """Run a script as `python SCRIPT ARGUMENTS` would."""
+def become(descriptors: list[int], arguments: list[str]) -> None:
+    """Run a script as `python SCRIPT ARGUMENTS` would, in the environment that the libraries were imported in."""
     reply, *streams = descriptors
     os.close(reply)
     for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
     sys.argv[:] = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -139,18 +136,16 @@ class Server:
 
     def __init__(self, *mode: str, env: Mapping[str, str] | None = None) -> None:
         """`gpu` as the mode: on a CPU that says it is a GPU."""
-        self._env = dict(env or os.environ)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.preloaded", *mode]
-            self._process = subprocess.Popen(command, cwd=ROOT, env=self._env, stdin=theirs.fileno(),
+            self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs.fileno(),
                                              stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
     def start(self, command: list[str], stdout: IO[str], stderr: IO[str]) -> Fork:
         """Run a script with its arguments."""
-        request = {"arguments": command, "cwd": str(ROOT), "environment": self._env}
         ours, theirs = os.pipe()
-        socket.send_fds(self._requests, [json.dumps(request).encode()], [theirs, stdout.fileno(), stderr.fileno()])
+        socket.send_fds(self._requests, [json.dumps(command).encode()], [theirs, stdout.fileno(), stderr.fileno()])
         os.close(theirs)
         reply = os.fdopen(ours)
         return Fork(int(reply.readline()), reply)
