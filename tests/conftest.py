@@ -20,10 +20,13 @@ STEPS, GENERATIONS, SIZE, TARGET = 2, 8, 4, 128  # of the short run
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
 
+LONGEST = ("test_cluster.py", "test_export.py", "test_gpu.py", "test_hostile.py", "test_resilience.py", "test_train.py")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a browser is optional."""
+    """What needs a browser is optional.  Files that take longest come first, so that both processes end together."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.optional)

@@ -220,6 +220,7 @@ def test_training_changes_the_adapter(trained: Run) -> None:
     assert any("experts" in name for name in learned)
 
 
+@pytest.mark.slow
 def test_groups_of_a_step_and_a_target_that_climbs(base: Path, tmp_path: Path) -> None:
     """Two groups, gathered over four forward passes; games that are won by any key raise the target: 4, 8, 16."""
     numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "target": 4, "games": 2,
