@@ -54,6 +54,14 @@ def descendants(pid: int) -> set[int]:
     return {child for child in found - {pid} if alive(child)}
 
 
+def cmdline(pid: int) -> bytes:
+    """A process's arguments, each with a zero after it; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
     """Wait for a condition, far longer than it should take; whether it came."""
     deadline = time.monotonic() + seconds
@@ -71,9 +79,11 @@ def run_python(code: str, *arguments: str, **options: object) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
-def run(*arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, script: Path = ROOT / "gpt_2048_rl.py"
+) -> subprocess.CompletedProcess[str]:
     """The program as its user runs it."""
-    command = [sys.executable, str(ROOT / "gpt_2048_rl.py"), *map(str, arguments)]
+    command = [sys.executable, str(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300, check=False)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.preloaded import run
 
 
+@pytest.mark.slow
 def test_whole_steps_are_measured_on_a_cpu_too(base: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_gpu.py"), "--batches", "1", "4", "--steps", "1",
-               "--tokens", "150"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    done = run("--batches", 1, 4, "--steps", 1, "--tokens", 150, script=ROOT / "benchmarks" / "bench_gpu.py")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     one, four = told["measured"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,20 @@ def honest(tmp_path: Path) -> Path:
     path = tmp_path / "honest.py"
     path.write_text(HONEST, encoding="utf-8")
     return path
+
+
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """The program in this process, which must succeed.  Returns what it writes to stdout and stderr."""
+
+    def run_here(*arguments: object) -> tuple[str, str]:
+        assert program.main(list(map(str, arguments))) == 0
+        return capsys.readouterr()
+
+    return run_here
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["play"]])
@@ -69,17 +83,15 @@ def test_bad_input_gets_one_line_and_exit_code_2(
 
 
 def test_bad_input_leaves_no_run_folder(tmp_path: Path) -> None:
-    done = run("--model", "no-such-model", "--output-dir", tmp_path / "runs")
-    assert done.returncode == 2
+    assert program.main(["--model", "no-such-model", "--output-dir", str(tmp_path / "runs")]) == 2
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "binary.py"
     path.write_bytes(b"\xff\xfe\x00")
-    done = run("play", path)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {path} cannot be read: it is not UTF-8 text\n"
+    assert program.main(["play", str(path)]) == 2
+    assert capsys.readouterr().err == f"error: {path} cannot be read: it is not UTF-8 text\n"
 
 
 def test_play_prints_a_row_per_seed(honest: Path) -> None:
@@ -97,39 +109,39 @@ def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
     assert "success" in done.stderr
 
 
-def test_recorded_moves_replay_to_the_recorded_result(honest: Path) -> None:
-    game = json.loads(run("play", honest, "--seeds", "3", "--json").stdout)["games"]["3"]
+def test_recorded_moves_replay_to_the_recorded_result(honest: Path, call: Call) -> None:
+    game = json.loads(call("play", honest, "--seeds", 3, "--json")[0])["games"]["3"]
     board = program.GameBoard(seed=3)
     for move in game["moves"]:
         board.move(int(move))
     assert (board.score(), board.max_tile(), board.state()) == (game["score"], game["max_tile"], "success")
 
 
-def test_watch_ends_on_the_final_board(honest: Path) -> None:
-    done = run("play", honest, "--seeds", "3", "--target", "32", "--watch", "--delay", "0")
-    assert done.returncode == 0
-    steps = json.loads(run("play", honest, "--seeds", "3", "--target", "32", "--json").stdout)["games"]["3"]["steps"]
-    assert f"move {steps}/{steps}" in done.stdout
+def test_watch_ends_on_the_final_board(honest: Path, call: Call) -> None:
+    shown, _ = call("play", honest, "--seeds", 3, "--target", 32, "--watch", "--delay", 0)
+    told = json.loads(call("play", honest, "--seeds", 3, "--target", 32, "--json")[0])
+    steps = told["games"]["3"]["steps"]
+    assert f"move {steps}/{steps}" in shown
 
 
-def test_other_keys_reach_the_player(tmp_path: Path) -> None:
+def test_other_keys_reach_the_player(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "wasd.py"
     path.write_text(HONEST.replace("éuai", "wasd"))
     by_layout = {
-        keys: json.loads(run("play", path, "--seeds", "1", "--keys", keys, "--json").stdout)["games"]["1"]["outcome"]
+        keys: json.loads(call("play", path, "--seeds", 1, "--keys", keys, "--json")[0])["games"]["1"]["outcome"]
         for keys in ("wasd", "bepo")
     }
     assert by_layout == {"wasd": "success", "bepo": "invalid_move"}
 
 
-def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path) -> None:
+def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "constant.py"
     path.write_text(CONSTANT)
-    result = json.loads(run("eval", path, "--games", "4", "--target", "256", "--json").stdout)
+    result = json.loads(call("eval", path, "--games", 4, "--size", 5, "--target", 64, "--json")[0])
     assert result["won"] == 0.0
     assert result["won_low"] == 0.0
     assert 0.4 < result["won_high"] < 0.6  # Wilson: 0 of 4
-    assert result["largest_tile_median"] < 256
+    assert result["largest_tile_median"] < 64
     assert {name: control["won"] for name, control in result["controls"].items()} == {"random": 1.0, "greedy": 1.0}
 
 

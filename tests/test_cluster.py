@@ -18,7 +18,8 @@ import pytest
 
 import gpt_2048_rl as program
 from tests import conftest
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT
+from tests.preloaded import run
 
 
 def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -54,6 +55,7 @@ def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out / "spread", json.loads(done.stdout.splitlines()[-1]), done.stderr)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
     assert (spread.result["ranks"], spread.result["steps"]) == (2, 2)
     calls = [int(count) for count in re.findall(r"calls of fully_shard: (\d+)", spread.stderr)]
@@ -62,6 +64,7 @@ def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
     assert [line.split()[1] for line in spread.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
 
 
+@pytest.mark.slow
 def test_the_adapter_is_whole(spread: Run) -> None:
     """Both halves of every matrix, and moved by training: LoRA's B starts at 0."""
     from safetensors.torch import load_file
@@ -77,16 +80,19 @@ def test_the_adapter_is_whole(spread: Run) -> None:
     assert queries[:half].abs().max() > 0 < queries[half:].abs().max()
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
     done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_transformers_alone_start_from_the_same_model(spread: Run, trained: conftest.Run) -> None:
     """Before training, and spread over two processes, it writes and plays the same programs as Unsloth's."""
     assert spread.result["before"] == trained.result["before"]
 
 
+@pytest.mark.slow
 def test_unsloth_refuses_to_be_spread(base: Path, tmp_path: Path) -> None:
     done = launch(ROOT / "gpt_2048_rl.py", *NUMBERS, "--batch-size", 4, "--output-dir", tmp_path)
     assert "FSDP needs --loader transformers: Unsloth keeps the whole model in one process" in done.stderr
@@ -117,11 +123,11 @@ def test_a_vllm_server_is_sent_the_merged_weights_by_their_released_names(base: 
 
 
 @pytest.mark.parametrize("loader", ["unsloth", "transformers"])
-def test_a_vllm_server_needs_what_is_not_here(loader: str) -> None:
-    done = run("--model", "tiny", "--loader", loader, "--vllm-server", "http://localhost:8000")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in done.stderr
+def test_a_vllm_server_needs_what_is_not_here(loader: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--model", "tiny", "--loader", loader, "--vllm-server", "http://localhost:8000"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in said
 
 
 def test_fsdp_is_seen_where_accelerate_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

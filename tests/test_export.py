@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import gpt_2048_rl as program
+from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import run
@@ -173,12 +174,14 @@ def test_an_adapter_with_a_pair_for_each_expert_becomes_one_that_peft_loads(lear
         assert torch.allclose(wrappers[name].get_delta_weight("default")[int(number)], change, atol=1e-5)
 
 
-def test_the_default_is_an_adapter_in_lora_model(learned: Path, expected: torch.Tensor, tmp_path: Path) -> None:
+def test_the_default_is_an_adapter_in_lora_model(
+    learned: Path, expected: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     from peft import AutoPeftModelForCausalLM
 
-    done = run("export", learned, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert program.main(["export", str(learned)]) == 0
     assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora_model")), expected)
 
 
@@ -281,7 +284,7 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
 
 def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
     exported(learned, "merged_16bit", tmp_path / "merged")
-    done = run("eval", tmp_path / "merged", "--games", "4", "--size", "4", "--json")
+    done = preloaded.run("eval", tmp_path / "merged", "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["games"] == 4
 
@@ -320,10 +323,11 @@ def test_what_cannot_be_exported_gets_one_line(
     assert not out.exists()
 
 
-def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    done = run("export", tmp_path, "--output-dir", tmp_path / "out")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{tmp_path} holds no adapter" in done.stderr
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["export", str(tmp_path), "--output-dir", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{tmp_path} holds no adapter" in said
 
 
 @pytest.mark.parametrize("lacking", ["disk", "memory"])
@@ -342,6 +346,7 @@ def test_too_little_room_is_said_before_anything_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
     """A server that speaks the hub's protocol, as far as an upload needs it."""
     folder = tmp_path / "lora"

@@ -6,6 +6,7 @@ experts in MXFP4, and one 4-bit layer for each of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import ROOT
+from tests.preloaded import SCRIPT, Server, run
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +36,11 @@ def output_of(*arguments: object, env: Mapping[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-def on_gpu(*arguments: object, env: Mapping[str, str]) -> str:
-    """What the program prints on such a GPU."""
-    return output_of("tests/gpu_on_cpu.py", "gpt_2048_rl.py", *arguments, env=env)
+def on_gpu(server: Server, *arguments: object, script: Path = SCRIPT) -> str:
+    """What the program, or another script, prints on such a GPU, on both streams; it must succeed."""
+    done = run(*arguments, script=script, server=server)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def publish(hub: FakeHub, base: Path, folder: Path) -> None:
@@ -95,10 +99,18 @@ def env(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
 
 
 @pytest.fixture(scope="module")
+def server(env: dict[str, str]) -> Iterator[Server]:
+    """The process that has such a GPU and the libraries."""
+    with contextlib.closing(Server("gpu", env=env)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def four_bits(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of two steps in 4 bits, with what it printed."""
+    """A run of two steps in 4 bits, with what it printed from its first import on."""
     out = tmp_path_factory.mktemp("runs")
-    said = on_gpu("train", "--model", "unsloth/gpt-oss-20b", "--output-dir", out, "--run-name", "run", *SHORT, env=env)
+    said = output_of("tests/gpu_on_cpu.py", "gpt_2048_rl.py", "train", "--model", "unsloth/gpt-oss-20b", "--output-dir",
+                     out, "--run-name", "run", *SHORT, env=env)  # fmt: skip
     return out / "run", said
 
 
@@ -119,15 +131,15 @@ def test_unsloth_does_as_it_is_told(four_bits: tuple[Path, str]) -> None:
     assert "max_length" not in four_bits[1]
 
 
-def test_a_run_goes_on_to_the_same_weights(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
-    run = shutil.copytree(four_bits[0], tmp_path / "run", symlinks=True)
+def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: tuple[Path, str], tmp_path: Path) -> None:
+    folder = shutil.copytree(four_bits[0], tmp_path / "run", symlinks=True)
     for later in ("checkpoint-2", "adapter"):
-        shutil.rmtree(run / later)
-    (run / "result.json").unlink()
-    said = on_gpu("train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name", "run", *SHORT,
-                  env=env)  # fmt: skip
+        shutil.rmtree(folder / later)
+    (folder / "result.json").unlink()
+    said = on_gpu(server, "train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name", "run",
+                  *SHORT)  # fmt: skip
     assert "going on after step 1" in said
-    assert (run / ADAPTER).read_bytes() == (four_bits[0] / ADAPTER).read_bytes()
+    assert (folder / ADAPTER).read_bytes() == (four_bits[0] / ADAPTER).read_bytes()
 
 
 def test_two_gpus_end_with_the_same_adapter(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
@@ -140,9 +152,9 @@ def test_two_gpus_end_with_the_same_adapter(env: dict[str, str], four_bits: tupl
     assert (tmp_path / "run" / ADAPTER).read_bytes() != (four_bits[0] / ADAPTER).read_bytes()
 
 
-def test_the_benchmark_runs(env: dict[str, str], base: Path) -> None:
-    said = output_of("tests/gpu_on_cpu.py", "benchmarks/bench_gpu.py", "--model", base, "--batches", 2, "--steps", 1,
-                     "--tokens", 80, env=env)  # fmt: skip
+def test_the_benchmark_runs(server: Server, base: Path) -> None:
+    said = on_gpu(server, "--model", base, "--batches", 2, "--steps", 1, "--tokens", 80,
+                  script=ROOT / "benchmarks" / "bench_gpu.py")  # fmt: skip
     assert json.loads(said[said.index('{"args"') :].splitlines()[0])["device"] == "NVIDIA H200"
 
 
@@ -170,12 +182,11 @@ def test_an_exported_adapter_is_not_repacked(env: dict[str, str], four_bits: tup
 
 
 @pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
-def test_what_was_trained_can_be_evaluated(released: bool, env: dict[str, str], base: Path, tmp_path: Path) -> None:
+def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base: Path, tmp_path: Path) -> None:
     """An adapter to fused experts was refused, where its own base had been trained in 4 bits."""
     options = ("--model", "unsloth/gpt-oss-20b", "--no-load-in-4bit") if released else ("--model", base)
-    on_gpu("train", *options, "--output-dir", tmp_path, "--run-name", "run", *SHORT[2:], "--steps", 1, env=env)
+    on_gpu(server, "train", *options, "--output-dir", tmp_path, "--run-name", "run", *SHORT[2:], "--steps", 1)
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    assert "held-out boards" in on_gpu(
-        "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 48, env=env
-    )
+    said = on_gpu(server, "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 48)
+    assert "held-out boards" in said

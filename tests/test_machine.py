@@ -138,10 +138,9 @@ def test_the_doctor_finds_this_machine_fit() -> None:
     assert "unsloth" in done.stderr
 
 
-def test_the_doctor_says_what_is_wrong(tmp_path: Path) -> None:
-    done = run("doctor", "--model", str(tmp_path))
-    assert done.returncode == 2
-    assert [line.split()[:2] for line in done.stdout.splitlines() if " NO " in line] == [["model", "NO"]]
+def test_the_doctor_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["doctor", "--model", str(tmp_path)]) == 2
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if " NO " in line] == [["model", "NO"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,6 +168,7 @@ def qwen(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path) -> None:
     """And trains.  It is downloaded once; later the hub is not needed any more."""
     with FakeHub() as hub:

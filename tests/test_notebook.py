@@ -12,6 +12,7 @@ from tests.helpers import ROOT
 jupytext = pytest.importorskip("jupytext", reason="optional: ./setup.sh --with notebook")
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
+pytestmark = pytest.mark.optional
 
 SOURCE, NOTEBOOK = ROOT / "docs" / "notebook.py", ROOT / "gpt_oss_20B_RL_2048_Game.ipynb"
 
@@ -31,6 +32,7 @@ def test_it_is_its_source_with_what_that_printed() -> None:
     assert pictures(made) == 3
 
 
+@pytest.mark.slow
 def test_it_runs_from_top_to_bottom(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --size 4 "
                                          "--generations 16 --batch-size 16 --accumulation 1")  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import FOR_EVER, HONEST, ROOT, wait_until
 
-pytest.importorskip("openenv", reason="an optional extra: pip install openenv-core")
+pytest.importorskip("openenv", reason="optional: ./setup.sh --with openenv")
+pytestmark = pytest.mark.optional
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,10 @@ from tests.helpers import ROOT, run_python
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
 
 
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["mypy"]], ids=["ruff", "mypy"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(["ruff", "check", "."], id="ruff"), pytest.param(["mypy"], id="mypy", marks=pytest.mark.slow)],
+)
 def test_checker_finds_nothing(command: list[str]) -> None:
     """As configured in pyproject.toml, over the whole project."""
     if not importlib.util.find_spec(command[0]):

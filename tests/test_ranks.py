@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import ROOT, alive, descendants, wait_until
+from tests.helpers import ROOT, alive, cmdline, descendants, wait_until
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -49,12 +49,14 @@ def together(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out / "two", json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr, steps)
 
 
+@pytest.mark.slow
 def test_one_of_them_speaks(together: Run) -> None:
     assert together.result["ranks"] == RANKS
     assert len(together.stdout.splitlines()) == 1
     assert [line.split()[1] for line in together.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
 
 
+@pytest.mark.slow
 def test_a_step_has_the_groups_of_both(together: Run) -> None:
     """Whole ones, no two with the same boards: a rank that went its own way would play those of the other."""
     assert [len(step["completions"]) for step in together.steps] == [RANKS * BATCH] * STEPS
@@ -67,11 +69,13 @@ def test_a_step_has_the_groups_of_both(together: Run) -> None:
     assert len(set(boards)) == len(boards) == STEPS * RANKS * BATCH // GENERATIONS
 
 
+@pytest.mark.slow
 def test_they_sample_different_programs(together: Run) -> None:
     texts = [row["text"] for row in together.steps[0]["completions"]]
     assert texts[:BATCH] != texts[BATCH:]
 
 
+@pytest.mark.slow
 def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
     """That both ended with the same adapter, the program itself has checked."""
     names = {path.name for path in together.folder.iterdir()}
@@ -100,20 +104,14 @@ def test_ranks_share_out_the_cores(rank: int, ranks: int, monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.slow
 def test_commands_other_than_train_refuse_it(tmp_path: Path) -> None:
     done = torchrun("eval", "tiny")
     assert done.returncode != 0
     assert "eval runs in one process: start it with python, without torchrun" in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_them(together: Run) -> None:
     ours = [pid for pid in descendants(os.getpid()) if str(together.folder.parent).encode() in cmdline(pid)]
     assert wait_until(lambda: not any(map(alive, ours)), 5)
-
-
-def cmdline(pid: int) -> bytes:
-    """A process's command line; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import gpt_2048_rl as program
-from tests.helpers import run
+from tests.preloaded import run
 
 HEALTHY = program.StepSummary(
     target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,

@@ -28,6 +28,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_algorithm_is_held_against_the_plain_loop() -> None:
     command = [sys.executable, str(SCRIPT), "--repetitions", "2", "--batch", "2", "--horizon", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -36,6 +37,7 @@ def test_every_algorithm_is_held_against_the_plain_loop() -> None:
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in speed.values())
 
 
+@pytest.mark.slow
 def test_a_run_is_not_made_again_unless_its_words_change(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +60,7 @@ def test_a_run_is_not_made_again_unless_its_words_change(
     assert len(started) == 2
 
 
+@pytest.mark.optional
 def test_table_and_figure(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

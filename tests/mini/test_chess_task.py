@@ -217,7 +217,7 @@ def test_eval_and_sample_read_the_trained_model(trained: Trained) -> None:
      "no chess token for '900'"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
-    (["data", "--out", "/proc/none"], "cannot be written"),
+    (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert mini.__main__.main(arguments) == 2

@@ -108,6 +108,7 @@ def test_the_functions_body_trains_and_keeps_what_it_wrote(
     assert [call[0] for call in stub.calls].count("commit") == 2
 
 
+@pytest.mark.optional
 def test_real_modal_has_the_function_too(tmp_path: Path) -> None:
     """Without an account: all but the volume's commit."""
     pytest.importorskip("modal")

@@ -75,6 +75,7 @@ def test_wandb_that_is_missing_or_unwilling_is_one_line(tmp_path: Path, monkeypa
         write("wandb", tmp_path)
 
 
+@pytest.mark.optional
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
