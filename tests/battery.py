@@ -465,3 +465,9 @@ LUCK = {
 GROUPS = (TAMPERING, WAYS_OUT, PROTOCOL, EXCEPTIONS, RESOURCES, ANSWERS, DEFINITIONS, SYNTAX, AHEAD, MEMORY, ASLEEP,
           LUCK)  # fmt: skip
 BATTERY = {name: case for group in GROUPS for name, case in group.items()}
+
+
+def job(name: str, path: str) -> program.Job:
+    """One case as the tests judge it.  What only time ends gets little of it."""
+    source, outcome = BATTERY[name]
+    return program.Job(source.replace("PWNED", path), (1,), timeout=0.3 if outcome == "timeout" else 1.0)

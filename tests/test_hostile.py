@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.battery import BATTERY, GROUPS, PROTOCOL
+from tests.battery import BATTERY, GROUPS, PROTOCOL, job
 from tests.helpers import AS_ROOT, HONEST, ON_X86, ORDINARY, alive, descendants, run_python, wait_until, without_seconds
 
 
@@ -40,8 +40,8 @@ def aftermath(pool: program.Pool) -> Iterator[Aftermath]:
     play = functools.partial(program.execute_strategies, timeout=1.0, pool=pool)
     try:
         before = play([HONEST], (1, 2))[0]
-        sources = [source.replace("PWNED", str(folder / "pwned")) for source, _ in BATTERY.values()]
-        results = dict(zip(BATTERY, (results[0] for results in play(sources, (1,))), strict=True))
+        verdicts = pool.judge([job(name, str(folder / "pwned")) for name in BATTERY])
+        results = {name: verdict.results[0] for name, verdict in zip(BATTERY, verdicts, strict=True)}
         after = play([HONEST], (1, 2))[0]
         workers = {worker._process.pid for worker in pool._workers}
         wait_until(lambda: len(set[int]().union(*map(descendants, workers))) == len(workers))
@@ -121,13 +121,12 @@ program.worker_main(0, True)
 def test_the_battery_has_its_outcomes_elsewhere_too(prepare: str, tmp_path: Path) -> None:
     """A worker and its players as another user, in a container, and where uid 0 cannot become anybody else."""
     tmp_path.chmod(0o777)
-    jobs = {name: program.Job(source.replace("PWNED", str(tmp_path / "pwned")), (1,), timeout=1.0)
-            for name, (source, _) in BATTERY.items()}  # fmt: skip
-    lines = "".join(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs.values())
+    jobs = [job(name, str(tmp_path / "pwned")) for name in BATTERY]
+    lines = "".join(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs)
     done = run_python(WORKER.format(prepare=prepare), input=lines)
     refusal, *replies = map(json.loads, done.stdout.splitlines())
     assert refusal == {"refusal": ""}
     verdicts = [reply for reply in replies if "begun" not in reply]
-    outcomes = {name: verdict["results"][0]["outcome"] for name, verdict in zip(jobs, verdicts, strict=True)}
+    outcomes = {name: verdict["results"][0]["outcome"] for name, verdict in zip(BATTERY, verdicts, strict=True)}
     assert outcomes == {name: outcome for name, (_, outcome) in BATTERY.items()}
     assert list(tmp_path.iterdir()) == []
