@@ -309,18 +309,18 @@ def refereed(game: Game, job: program.Job) -> program.GameResult:
     return program.GameResult(board, outcome, moves, 1 << tile, 0, seconds)
 
 
-def wrongly_paid(size: int, target: int, timeout: float = 5.0, flat: bool = False) -> tuple[list[tuple[str, str]], int]:
+def wrongly_paid(size: int, target: int) -> tuple[list[tuple[str, str]], int]:
     """The pairs (better, worse) of which the worse program is paid as much or more, and the number of pairs.
 
     Pairs are those whose skill differs by a factor of two or more.  On 4x4 skill and reward are of different boards; on
     6x6, where a game to 65536 takes minutes, of the same few.
     """
-    job = program.Job("", (), size, target, timeout=timeout)
+    job = program.Job("", (), size, target)
     skills, paid = {}, {}
     for name, games in recorded_games(size).items():
         shown, rewarded = ([g for g in games if g[0] in boards] for boards in (SKILL_BOARDS, REWARD_BOARDS))
         skills[name] = skill(games if size == 6 else shown, target)
         results = [refereed(game, job) for game in (games if size == 6 else rewarded)]
-        paid[name] = statistics.fmean(program.game_reward(result, target, flat) for result in results)
+        paid[name] = statistics.fmean(program.game_reward(result, target) for result in results)
     pairs = [(a, b) for a in skills for b in skills if skills[a] >= skills[b] + 1]
     return [(a, b) for a, b in pairs if paid[a] <= paid[b]], len(pairs)

@@ -819,23 +819,36 @@ WAYS_TO_DIE = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_DIE.values(), ids=WAYS_TO_DIE.keys())
-def test_a_game_is_played_once(pool: Pool, way: str) -> None:
-    """Whoever ends a game that goes badly ends that game: it counts, is not played again, and no other is.
+COUNTS = """
+import json, sys
+import gpt_2048_rl as program
+players, begin = [], program._PlayerProcess.__init__
+def counted(self, *arguments):
+    players.append(self)
+    begin(self, *arguments)
+program._PlayerProcess.__init__ = counted
+referee = program.Referee()
+for source in json.loads(sys.argv[1]):
+    players.clear()
+    _, results = referee.play(source, program.Job(source, (1, 2, 3, 4)))
+    print(json.dumps([len(players), [result.outcome for result in results]]))
+"""
 
-    The clock's nanoseconds decide, which no seed repeats: with a second try for each of 40 games, hardly any would end
-    in an error.
+
+def test_a_game_is_played_once() -> None:
+    """Whoever ends a game in the middle ends that game: one player for each of four boards, and no second try.
+
+    All games of a process were replayed, also those already lost.
     """
-    source = f"""
-import random
-os = random._os
-luck = os.sys.modules["time"].perf_counter_ns() // 1000 % 2
-def strategy(board):
-    if luck: {way}
-    return 'a'"""
-    outcomes = [result.outcome for result in play(pool, source, *range(40))]
-    assert set(outcomes) == {"stuck", "error"}
-    assert 6 <= outcomes.count("error") <= 34  # at 20, one in a million lies outside
+    sources = [
+        f"import random\nos, n = random._os, 0\ndef strategy(board):\n    global n\n    n += 1\n    if n > 3: {way}\n"
+        "    return 'auié'[n % 4]"
+        for way in WAYS_TO_DIE.values()
+    ]
+    done = run_python(COUNTS, json.dumps(sources))
+    assert done.returncode == 0, done.stderr
+    played = dict(zip(WAYS_TO_DIE, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert played == {way: [4, ["error"] * 4] for way in WAYS_TO_DIE}
 
 
 RANDOM = {
