@@ -23,7 +23,11 @@ def split(path: str) -> tuple[str, str]:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """A server in a thread.  `repositories` maps owner/name to what was made: {"private": bool, "files": {...}}."""
+    """A server in a thread.
+
+    `repositories` maps owner/name to {"private": bool, "files": {...}}, and "gated": True where a licence is to be
+    accepted first.
+    """
 
     daemon_threads = True
 
@@ -47,7 +51,7 @@ class FakeHub(ThreadingHTTPServer):
                 "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
 
     def __enter__(self) -> FakeHub:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(401)
         elif name not in self.server.repositories:
             self.answer(404, X_Error_Code="RepoNotFound")
+        elif self.server.repositories[name].get("gated"):
+            self.answer(403, X_Error_Code="GatedRepo")
         else:
             self.show(name, rest, self.server.repositories[name]["files"])
 

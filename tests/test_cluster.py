@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import gpt_2048_rl as program
 from tests import conftest
 from tests.helpers import ROOT
 from tests.preloaded import run
+from toolkit.ranks import sharded
 
 
 def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -130,7 +130,7 @@ def test_a_vllm_server_needs_what_is_not_here(loader: str, capsys: pytest.Captur
     assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in said
 
 
-def test_fsdp_is_seen_where_accelerate_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not program.sharded()
-    monkeypatch.setitem(os.environ, "ACCELERATE_USE_FSDP", "true")
-    assert program.sharded()
+def test_fsdp_is_known_by_what_accelerate_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not sharded()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert sharded()

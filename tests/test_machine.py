@@ -1,12 +1,14 @@
-"""What is found, what is switched and why; models from a hub and of other families; what cannot be had, in one line."""
+"""What is found, what is switched and why; which models are refused, in one line; the doctor command."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,74 +18,186 @@ import pytest
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import run
+from toolkit import UsageError
+from toolkit.machine import (
+    DoctorConfig,
+    Machine,
+    check_download,
+    check_model,
+    choose_settings,
+    doctor,
+    find_machine,
+    gpu_is_there,
+    instruct_variant,
+    memory_needed,
+    memory_warning,
+    prepare_environment,
+    resolve_model,
+    settings_table,
+    stays_as_stored,
+)
+from toolkit.tiny import folder_of
 
-GB10 = program.Machine("NVIDIA GB10", (12, 1), 128_000_000_000, unified=True, processor="aarch64", triton=(3, 7))
-H100 = program.Machine("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, triton=(3, 7))
-RTX_4090 = program.Machine("NVIDIA GeForce RTX 4090", (8, 9), 25_000_000_000, triton=(3, 7))
+GB10 = Machine("NVIDIA GB10", (12, 1), 128_000_000_000, unified=True, processor="aarch64", triton=(3, 7))
+H100 = Machine("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, triton=(3, 7))
+RTX_4090 = Machine("NVIDIA GeForce RTX 4090", (8, 9), 25_000_000_000, triton=(3, 7))
+CPU = Machine(memory=16_000_000_000)
 DEFAULTS = program.TrainConfig(max_seq_length=768)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
 @pytest.mark.parametrize("machine", [GB10, H100, RTX_4090])
-def test_four_bits_are_the_default_on_every_gpu(machine: program.Machine) -> None:
-    load = program.choose_settings(machine, DEFAULTS).load
+def test_four_bits_are_the_default_on_every_gpu(machine: Machine) -> None:
+    load = choose_settings(machine, DEFAULTS).load
     assert load["load_in_4bit"]
     assert not load["load_in_16bit"]
 
 
-def test_what_four_bits_are_not_for(tmp_path: Path) -> None:
-    """The embedded model, and adapters to experts that are fused; also such as know of no fused experts at all."""
+def test_without_a_gpu_nothing_is_packed_and_nothing_recomputed() -> None:
+    settings = choose_settings(CPU, program.TrainConfig(load_in_16bit=True))
+    assert settings.load == {"load_in_4bit": False, "use_gradient_checkpointing": False}
+    assert settings.environment == {}
+
+
+def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
+    settings = choose_settings(H100, program.TrainConfig(loader="transformers"))
+    assert settings.load == settings.environment == {}
+    assert ("precision", "bfloat16", "--loader transformers") in settings.rows
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_shards_are_named_with_fsdp(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(spread).lower())
+    rows = choose_settings(H100, program.TrainConfig(loader="transformers")).rows
+    assert any("shard" in why for _, _, why in rows) is spread
+
+
+def test_models_that_are_not_loaded_in_four_bits(tmp_path: Path) -> None:
+    """The embedded model, and adapters to fused experts."""
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "unsloth/gpt-oss-20b"}))
-    assert not program.stays_as_stored(str(tmp_path))
+    assert not stays_as_stored(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"target_parameters": ["mlp.experts.down_proj"]}))
-    assert program.stays_as_stored(str(tmp_path))
-    assert program.stays_as_stored("tiny")
-    assert not program.stays_as_stored("unsloth/gpt-oss-20b")
+    assert stays_as_stored(str(tmp_path))
+    assert stays_as_stored("tiny")
+    assert not stays_as_stored("unsloth/gpt-oss-20b")
 
 
-def test_embeddings_are_moved_to_ram_only_where_that_frees_anything() -> None:
-    assert program.choose_settings(GB10, DEFAULTS).load["offload_embedding"] is False
-    assert program.choose_settings(H100, DEFAULTS).load["offload_embedding"] == "auto"
-
-
-def test_activations_are_computed_again_wherever_the_embeddings_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first parameter's device decided, and on a GPU with little memory Unsloth leaves the embeddings in RAM."""
-    import torch
-
-    told: dict[str, Any] = {}
-    loader = SimpleNamespace(get_peft_model=lambda _, **options: told.update(options))
-    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=loader))
-    monkeypatch.setattr(program, "find_machine", lambda: RTX_4090)
-    program.add_adapters(torch.nn.Embedding(4, 2), DEFAULTS)
-    assert told["use_gradient_checkpointing"] is True
+def test_embeddings_move_to_ram_only_if_that_frees_gpu_memory() -> None:
+    assert choose_settings(GB10, DEFAULTS).load["offload_embedding"] is False
+    assert choose_settings(H100, DEFAULTS).load["offload_embedding"] == "auto"
 
 
 def test_sixteen_bits_need_eighty_gigabytes() -> None:
     config = program.TrainConfig(load_in_16bit=True)
     for machine in (GB10, H100):
-        load = program.choose_settings(machine, config).load
+        load = choose_settings(machine, config).load
         assert load["load_in_16bit"]
         assert not load["load_in_4bit"]
-    with pytest.raises(program.UsageError, match="--load-in-16bit needs a GPU of 80 GB, and NVIDIA GeForce RTX 4090"):
-        program.choose_settings(RTX_4090, config)
+    with pytest.raises(UsageError, match="--load-in-16bit needs a GPU of 80 GB, and NVIDIA GeForce RTX 4090 has 25"):
+        choose_settings(RTX_4090, config)
 
 
-def test_the_compiler_is_named_only_where_triton_needs_it() -> None:
+def test_the_compiler_is_named_only_if_triton_needs_it() -> None:
     """From 3.6 on triton has its own for these GPUs and would ignore the variable."""
     old = dataclasses.replace(GB10, triton=(3, 5))
-    assert program.choose_settings(GB10, DEFAULTS).environment == {}
-    assert program.choose_settings(H100, DEFAULTS).environment == {}
-    assert program.choose_settings(old, DEFAULTS).environment == {
+    assert choose_settings(GB10, DEFAULTS).environment == {}
+    assert choose_settings(H100, DEFAULTS).environment == {}
+    assert choose_settings(dataclasses.replace(H100, triton=(3, 5)), DEFAULTS).environment == {}
+    assert choose_settings(old, DEFAULTS).environment == {
         "TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas", "TORCH_CUDA_ARCH_LIST": "12.1a"}  # fmt: skip
 
 
-def test_every_setting_is_told_with_its_reason() -> None:
+@pytest.fixture
+def printed() -> Callable[[Any], str]:
+    """What a console without markup makes of something: the console that `main` has."""
     from rich.console import Console
 
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(program.settings_table(program.choose_settings(GB10, DEFAULTS)))
-    text = console.export_text()
+    def as_text(renderable: Any) -> str:
+        console = Console(width=200, file=io.StringIO(), record=True, markup=False, emoji=False, highlight=False)
+        console.print(renderable)
+        return console.export_text()
+
+    return as_text
+
+
+def test_every_setting_is_printed_with_its_reason(printed: Callable[[Any], str]) -> None:
+    text = printed(settings_table(choose_settings(GB10, DEFAULTS)))
     for word in ("GB10 (12.1), aarch64", "128 GB", "4-bit", "checkpointing", "embeddings", "attention", "ptxas"):
         assert word in text
+
+
+def test_cells_are_printed_as_they_are(printed: Callable[[Any], str]) -> None:
+    """No brackets are taken for rich's markup, no colons for an emoji."""
+    named = dataclasses.replace(GB10, gpu="[bold]GB10[/bold] :boom: [/red] [42]")
+    assert "[bold]GB10[/bold] :boom: [/red] [42] (12.1)" in printed(settings_table(choose_settings(named, DEFAULTS)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Machine
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as torch can be asked, this machine has a GB10."""
+    import torch
+
+    properties = SimpleNamespace(name="NVIDIA GB10", major=12, minor=1, total_memory=128_000_000_000, is_integrated=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_described_as_torch_sees_it() -> None:
+    found = find_machine()
+    assert dataclasses.replace(found, processor=GB10.processor, triton=GB10.triton) == GB10
+
+
+@pytest.mark.usefixtures("gpu")
+def test_activations_are_recomputed_on_a_gpu_even_with_embeddings_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first parameter's device decided.  On a GPU with little memory that is the CPU."""
+    import torch
+
+    told: dict[str, Any] = {}
+    loader = SimpleNamespace(get_peft_model=lambda _, **options: told.update(options))
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=loader))
+    program.add_adapters(torch.nn.Embedding(4, 2), DEFAULTS)
+    assert told["use_gradient_checkpointing"] is True
+
+
+def test_auto_is_gpt_oss_with_a_gpu_and_the_embedded_model_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.machine.gpu_is_there", lambda: True)
+    assert [resolve_model(name) for name in ("auto", "tiny", "a/b")] == ["unsloth/gpt-oss-20b", "tiny", "a/b"]
+    monkeypatch.setattr("toolkit.machine.gpu_is_there", lambda: False)
+    assert resolve_model("auto") == "tiny"
+
+
+@pytest.mark.parametrize(("visible", "there"), [(None, True), ("0", True), ("", False), ("-1", False)])
+def test_a_gpu_is_known_by_its_device_node(visible: str | None, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(Path, "glob", lambda _, pattern: [Path("/dev/nvidia0")] if "nvidia" in pattern else [])
+    assert gpu_is_there() is there
+    monkeypatch.setattr(Path, "glob", lambda _, pattern: [])
+    assert not gpu_is_there()
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"XDG_CACHE_HOME": "/cache", "UNSLOTH_MOE_ROUTED_MAX_SLOTS": "64"}
+    monkeypatch.setattr(os, "environ", environment)
+    prepare_environment(offline)
+    assert environment["UNSLOTH_MOE_ROUTED_MAX_SLOTS"] == "64"
+    assert environment["UNSLOTH_COMPILE_LOCATION"] == "/cache/gpt_2048_rl/unsloth_compiled"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment.get("HF_HUB_OFFLINE") == ("1" if offline else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +212,19 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
     """20.9 billion parameters; 768 tokens of 32 completions at 49,152 bytes each."""
-    four = program.memory_needed(str(gpt_oss), DEFAULTS)
-    sixteen = program.memory_needed(str(gpt_oss), program.TrainConfig(load_in_16bit=True, max_seq_length=768))
+    four = memory_needed(str(gpt_oss), DEFAULTS)
+    sixteen = memory_needed(str(gpt_oss), program.TrainConfig(load_in_16bit=True, max_seq_length=768))
     assert four["weights"] == pytest.approx(12.5e9, rel=0.03)
     assert sixteen["weights"] == pytest.approx(2 * 20.91e9, rel=0.001)
     assert four["keys and values"] == 32 * 768 * 49_152
     assert four["adapters"] == pytest.approx(46.2e6 * 10, rel=0.01)
+
+
+def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:
+    config = program.EvalConfig(model="", max_seq_length=768, eval_batch_size=8)
+    needed = memory_needed(str(gpt_oss), config)
+    assert needed["adapters"] == 0
+    assert needed["keys and values"] == 8 * 768 * 49_152
 
 
 def test_the_adapters_are_counted_as_peft_makes_them(base: Path) -> None:
@@ -114,37 +235,249 @@ def test_the_adapters_are_counted_as_peft_makes_them(base: Path) -> None:
     adapter = LoraConfig(r=config.lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
                          target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])  # fmt: skip
     trainable, _ = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter).get_nb_trainable_parameters()
-    assert program.memory_needed(str(base), config)["adapters"] == 10 * trainable
+    assert memory_needed(str(base), config)["adapters"] == 10 * trainable
 
 
-def test_too_little_memory_is_said_with_what_takes_it(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GB of a GPU's own memory are free, and 40 GB of RAM."""
     import torch
 
-    needed = program.memory_needed(str(gpt_oss), DEFAULTS)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (16_000_000_000, 16_000_000_000))
-    with pytest.raises(program.UsageError, match=r"about 17 GB .*weights 12\..* and 16 are free: .*--batch-size"):
-        program.check_memory("gpt-oss", H100, needed)
-    monkeypatch.setattr(program, "available_memory", lambda: 40_000_000_000)
-    program.check_memory("gpt-oss", GB10, needed)
+    monkeypatch.setattr("toolkit.machine.available_memory", lambda: 40_000_000_000)
 
 
-def test_the_doctor_finds_this_machine_fit() -> None:
-    done = run("doctor", "--model", "tiny", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+@pytest.mark.usefixtures("little_memory")
+def test_too_little_memory_is_a_warning_that_names_what_takes_it(gpt_oss: Path) -> None:
+    warning = memory_warning(str(gpt_oss), H100, DEFAULTS)
+    for words in ("about 17 GB (weights 12.", "keys and values 1.2", "and 16 are free", "lower --batch-size"):
+        assert words in warning
+    assert "\n" not in warning
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_no_warning_if_it_fits_or_nothing_is_known(gpt_oss: Path, tmp_path: Path) -> None:
+    assert memory_warning(str(gpt_oss), GB10, DEFAULTS) == ""  # shares its memory with the processor
+    assert memory_warning(str(gpt_oss), CPU, DEFAULTS) == ""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    assert memory_warning(str(tmp_path), H100, DEFAULTS) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The doctor
+
+
+Examined = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
+    """The doctor on a given machine: (what it returns, what it prints)."""
+    from huggingface_hub import constants
+    from rich.console import Console
+
+    def examine(machine: Machine, config: DoctorConfig, jail: Callable[[], str] = lambda: "holds") -> tuple[Any, str]:
+        monkeypatch.setattr("toolkit.machine.find_machine", lambda: machine)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
+        told = doctor(config, console, lambda name: program.TrainConfig(model=name, max_seq_length=768), jail)
+        return json.loads(json.dumps(told)), console.export_text()
+
+    return examine
+
+
+def lines(text: str, verdict: str) -> list[str]:
+    """The first words of a table's rows that have a verdict in their second column."""
+    return [words[0] for words in map(str.split, text.splitlines()) if words[1:2] == [verdict]]
+
+
+def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["doctor", "--model", "tiny", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
     assert told["fit"]
     assert told["versions"]["trl"] == "1.14.2"
     assert told["checks"].keys() == {"settings", "jail", "model", "memory"}
-    assert "unsloth" in done.stderr
+    assert "unsloth" in err
 
 
 def test_the_doctor_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["doctor", "--model", str(tmp_path)]) == 2
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if " NO " in line] == [["model", "NO"]]
+    assert lines(capsys.readouterr().out, "NO") == ["model"]
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -> None:
+    told, text = examined(H100, DoctorConfig(str(gpt_oss)))
+    assert told["fit"]
+    assert told["warnings"] == lines(text, "warning") == ["memory"]
+    assert lines(text, "ok") == ["settings", "jail", "model"]
+    told, text = examined(GB10, DoctorConfig(str(gpt_oss)))
+    assert told["warnings"] == []
+    assert told["checks"]["memory"] == "about 17 GB needed"
+    assert "4-bit NF4" in text
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_the_doctor_examines_the_settings_that_were_asked_for(gpt_oss: Path, examined: Examined) -> None:
+    told, text = examined(RTX_4090, DoctorConfig(str(gpt_oss), load_in_16bit=True))
+    assert not told["fit"]
+    assert lines(text, "NO") == ["settings"]
+    assert "--load-in-16bit needs a GPU of 80 GB" in told["checks"]["settings"]
+    told, text = examined(GB10, DoctorConfig(str(gpt_oss), load_in_4bit=False))
+    assert ["precision", "as stored", "gpt-oss stays in MXFP4"] in told["settings"]
+    told, text = examined(GB10, DoctorConfig("tiny"))
+    assert ["precision", "as stored", "gpt-oss stays in MXFP4"] in told["settings"]
+
+
+def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -> None:
+    def jail() -> str:
+        raise UsageError("no seccomp [here]")
+
+    told, text = examined(CPU, DoctorConfig("tiny"), jail)
+    assert not told["fit"]
+    assert lines(text, "NO") == ["jail"]
+    assert "no seccomp [here]" in text
+    assert told["checks"]["model"] == "tiny is available"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Other models
+# Models from folders and from the hub
+
+
+def save_model(folder: Path, tokenizer: object) -> Path:
+    """As much of a model's folder as is looked at before anything is loaded."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def save_adapter(folder: Path, base: object) -> str:
+    """As much of an adapter's folder."""
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return str(folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """This process's hub, with an empty cache."""
+    from huggingface_hub import constants
+
+    with FakeHub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "")
+        yield server
+
+
+def test_a_base_model_is_refused_with_the_name_to_try(tmp_path: Path, hub: FakeHub) -> None:
+    folder = save_model(tmp_path / "Nano-Base", {})
+    with pytest.raises(UsageError, match=f"has no chat template, so it cannot chat: try {tmp_path}/Nano$"):
+        check_model(str(folder), "none")
+    hub.publish("someone/Nano-2-1B", folder)
+    with pytest.raises(UsageError, match=r"^someone/Nano-2-1B has no chat template.* try someone/Nano-2-1B-Instruct$"):
+        check_model("someone/Nano-2-1B", "none")
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_a_chat_template_has_three_places(place: str, tmp_path: Path, hub: FakeHub) -> None:
+    folder = save_model(tmp_path / "Nano", {"chat_template": "hi"} if place == "tokenizer_config.json" else {})
+    (folder / place).touch()
+    check_model(str(folder), "low")
+    hub.publish("someone/Nano", folder)
+    check_model("someone/Nano", "low")
+
+
+@pytest.mark.parametrize(
+    ("base", "instruct"),
+    [("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B"), ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
+     ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct")],
+)  # fmt: skip
+def test_instruct_variants_go_by_the_family_s_habit(base: str, instruct: str) -> None:
+    assert instruct_variant(base) == instruct
+
+
+def test_the_hub_s_refusals_say_what_to_do(tmp_path: Path, hub: FakeHub) -> None:
+    with pytest.raises(UsageError, match=r"the hub has no model 'no/where', or it is private: .*HF_TOKEN"):
+        check_model("no/where", "none")
+    hub.publish("meta/Llama", save_model(tmp_path / "Llama", {"chat_template": "hi"}))
+    hub.repositories["meta/Llama"]["gated"] = True
+    with pytest.raises(UsageError, match="meta/Llama is gated: accept its licence on its page, then set HF_TOKEN"):
+        check_model("meta/Llama", "none")
+
+
+def test_without_a_hub_a_cached_model_is_used(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    hub.publish("someone/Nano", save_model(tmp_path / "Nano", {"chat_template": "hi"}))
+    huggingface_hub.hf_hub_download("someone/Nano", "config.json")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # the port that discards
+    with pytest.raises(UsageError, match="the hub cannot be reached for 'someone/Other': go online"):
+        check_model("someone/Other", "none")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+    check_model("someone/Nano", "none")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_name_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    for name in ("nowhere", "/no/where", "a/b/c", "owner/na me"):
+        with pytest.raises(UsageError, match="is neither auto, tiny, a folder that exists nor a hub id like owner/na"):
+            check_model(name, "none")
+    with pytest.raises(UsageError, match=r"holds no model: it needs a model's config\.json or an adapter_config\.json"):
+        check_model(str(tmp_path), "none")
+    (tmp_path / "config.json").write_text('{"steps": 1}')  # of a run
+    with pytest.raises(UsageError, match="holds no model"):
+        check_model(str(tmp_path), "none")
+
+
+def test_an_adapter_needs_its_base_model(tmp_path: Path) -> None:
+    check_model(save_adapter(tmp_path, tmp_path), "none")
+    check_model(save_adapter(tmp_path, "someone/Nano"), "none")  # the hub is asked later
+    check_model(save_adapter(tmp_path, folder_of("wasd")), "none")  # made anew if it is gone
+    with pytest.raises(UsageError, match="is an adapter to /no/where, which does not exist any more"):
+        check_model(save_adapter(tmp_path, "/no/where"), "none")
+
+
+def test_the_embedded_model_cannot_reason(tmp_path: Path) -> None:
+    check_model("tiny", "none")
+    for name in ("tiny", save_adapter(tmp_path, folder_of("bepo"))):
+        with pytest.raises(UsageError, match="--reasoning none"):
+            check_model(name, "low")
+
+
+def test_a_download_that_does_not_fit_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    files = [SimpleNamespace(file_size=13_800_000_000, will_download=True),
+             SimpleNamespace(file_size=10**12, will_download=False)]  # fmt: skip
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: files)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000_000))
+    with pytest.raises(UsageError, match=r"needs 13\.8 GB, and 5\.0 are free: set HF_HOME"):
+        check_download("unsloth/gpt-oss-20b")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    check_download("unsloth/gpt-oss-20b")
+
+
+def test_only_missing_files_take_room(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = save_model(tmp_path / "Nano", {"chat_template": "hi"})
+    hub.publish("someone/Nano", folder)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        with pytest.raises(UsageError, match="are free"):
+            check_download("someone/Nano")
+        check_download(str(folder))
+    huggingface_hub.snapshot_download("someone/Nano")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    check_download("someone/Nano")
+
 
 SHORT = ("--steps", "1", "--generations", "2", "--batch-size", "2", "--accumulation", "1", "--boards", "1",
          "--size", "4", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
@@ -171,9 +504,9 @@ def qwen(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path) -> None:
     """And trains.  It is downloaded once; later the hub is not needed any more."""
-    with FakeHub() as hub:
-        hub.publish("someone/Qwen-nano", qwen)
-        environment = hub.environment(tmp_path)
+    with FakeHub() as server:
+        server.publish("someone/Qwen-nano", qwen)
+        environment = server.environment(tmp_path)
         done = run("--model", "someone/Qwen-nano", "--output-dir", tmp_path, "--run-name", "one", *SHORT,
                    env=environment)  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -181,39 +514,3 @@ def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path
     assert (tmp_path / "one" / "adapter" / "adapter_model.safetensors").is_file()
     done = run("eval", "someone/Qwen-nano", *SHORT[-9:], env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_base_model_is_refused_with_the_name_to_try(qwen: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(qwen, tmp_path / "Qwen-nano-Base")
-    (folder / "chat_template.jinja").unlink()
-    done = run("--model", folder)
-    assert done.returncode == 2
-    assert f"has no chat template, so it is no model for chats: try {tmp_path}/Qwen-nano\n" in done.stderr
-    with FakeHub() as hub:
-        hub.publish("someone/Nano-2-1B", folder)
-        done = run("--model", "someone/Nano-2-1B", env=hub.environment(tmp_path))
-    assert done.returncode == 2
-    assert "try someone/Nano-2-1B-Instruct" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("base", "instruct"),
-    [("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B"), ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
-     ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct")],
-)  # fmt: skip
-def test_instruct_variants_go_by_the_family_s_habit(base: str, instruct: str) -> None:
-    assert program.instruct_variant(base) == instruct
-
-
-def test_a_download_that_does_not_fit_is_refused_first(
-    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    files = [SimpleNamespace(file_size=13_800_000_000, will_download=True),
-             SimpleNamespace(file_size=10**12, will_download=False)]  # fmt: skip
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: files)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000_000))
-    with pytest.raises(program.UsageError, match=r"needs 13\.8 GB, and 5\.0 are free: set HF_HOME"):
-        program.check_download("unsloth/gpt-oss-20b")

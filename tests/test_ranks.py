@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import ROOT, alive, cmdline, descendants, wait_until
+from tests.helpers import ROOT, alive, cmdline, descendants, run_python, wait_until
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -102,6 +103,61 @@ def test_ranks_share_out_the_cores(rank: int, ranks: int, monkeypatch: pytest.Mo
         program.own_cores(range(6))
         == {(0, 1): [0, 1, 2, 3, 4, 5], (0, 2): [0, 2, 4], (1, 2): [1, 3, 5], (5, 8): [5]}[rank, ranks]
     )
+
+
+def test_one_process_needs_no_library_to_agree_with_itself() -> None:
+    done = run_python(
+        "import sys\n"
+        "from toolkit import ranks\n"
+        "ranks.join_ranks(None, None)\n"
+        "assert (ranks.RANK, ranks.RANKS) == (0, 1)\n"
+        "assert ranks.gathered((1, 2)) == [1, 2]\n"
+        "assert ranks.by_first_rank(lambda: 3) == 3\n"
+        "assert not {'torch', 'accelerate', 'unsloth'} & sys.modules.keys()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+AGREE = """
+import json, sys
+from types import SimpleNamespace
+from toolkit import ranks
+
+def prepare(offline):
+    assert offline and "torch" not in sys.modules
+
+made = []
+ranks.join_ranks(SimpleNamespace(model="tiny", loader="transformers"), prepare)
+ours = ranks.by_first_rank(lambda: made.append(ranks.RANK) or {"of": ranks.RANK})
+all_of_them = ranks.gathered([ranks.RANK, "a"])
+print(json.dumps([ranks.RANK, made, ours, all_of_them]), flush=True)
+assert "unsloth" not in sys.modules
+ranks.by_first_rank(lambda: 1 // 0)
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_get_what_the_first_made_and_end_if_it_failed(tmp_path: Path) -> None:
+    """`by_first_rank` and `gathered` in two processes that met by `join_ranks`."""
+    script = tmp_path / "agree.py"
+    script.write_text(AGREE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank),
+                              "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                              "MASTER_PORT": str(port)})
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120) for process in started]
+    assert [json.loads(out) for out, _ in said] == [
+        [0, [0], {"of": 0}, [0, "a", 1, "a"]],
+        [1, [], {"of": 0}, [0, "a", 1, "a"]],
+    ]
+    assert "ZeroDivisionError" in said[0][1]
+    assert "Traceback" not in said[1][1]
+    assert [process.returncode for process in started] == [1, 2]
 
 
 @pytest.mark.slow

@@ -1,0 +1,478 @@
+"""What this machine has, what is switched for it and why, and the checks that run before anything expensive.
+
+Facts (`Machine`) and decisions (`Settings`) are plain data, so the choice for every GPU is tested without one.  Checks
+run in the order of their cost: names and chat templates before libraries are imported, disk space before a download.
+The `doctor` command prints all of it and starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit import UsageError, cache_folder
+from toolkit.ranks import RANKS, sharded
+from toolkit.runs import read_json
+from toolkit.tiny import layout_of
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Machine
+
+
+def prepare_environment(offline: bool) -> None:
+    """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
+
+    A variable that the user has set stays as it is.
+    """
+    defaults = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "UNSLOTH_DISABLE_STATISTICS": "1",  # a download that only counts users
+        "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled"),  # the default is the working directory
+        "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
+        "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
+        # 32 completions x 4 routed experts.  With more slots than this, every token decodes all experts.
+        "UNSLOTH_MOE_ROUTED_MAX_SLOTS": "128",
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of torch would take the cores that the players need
+        **({"HF_HUB_OFFLINE": "1"} if offline else {}),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to train with."""
+
+    gpu: str = ""  # name of the GPU; empty without one
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
+    memory: int = 0  # bytes of GPU memory; of RAM without a GPU
+    unified: bool = False  # GPU and processor share their memory
+    processor: str = "x86_64"
+    triton: tuple[int, int] = (0, 0)  # version
+
+
+LIBRARIES = ("torch", "triton", "unsloth", "unsloth_zoo", "transformers", "trl", "peft", "bitsandbytes")
+
+
+def library_versions(names: Sequence[str] = LIBRARIES) -> dict[str, str]:
+    """Installed versions by name; "0.0" for a library that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = dict.fromkeys(names, "0.0")
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def find_machine() -> Machine:
+    """This machine.  Of several GPUs it describes the first."""
+    import torch
+
+    processor = os.uname().machine
+    if not torch.cuda.is_available():
+        return Machine(memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), processor=processor)
+    gpu = torch.cuda.get_device_properties(0)
+    major, minor = library_versions(("triton",))["triton"].split(".")[:2]
+    return Machine(
+        gpu=gpu.name,
+        capability=(gpu.major, gpu.minor),
+        memory=gpu.total_memory,
+        unified=bool(gpu.is_integrated),
+        processor=processor,
+        triton=(int(major), int(minor)),
+    )
+
+
+def gpu_is_there() -> bool:
+    """Whether a CUDA GPU has a device node.  Works without torch, so --help stays fast."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+    return visible and any(any(Path("/dev").glob(node)) for node in ("nvidia[0-9]*", "nvhost-gpu", "dxg"))
+
+
+def resolve_model(name: str) -> str:
+    """The model that "auto" stands for on this machine; any other name stays as it is."""
+    if name != "auto":
+        return name
+    return "unsloth/gpt-oss-20b" if gpu_is_there() else "tiny"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+class ModelConfig(Protocol):
+    """What a model's settings and its memory depend on.
+
+    A training configuration also has `loader`, `batch_size`, `accumulation` and `lora_rank`; without them the model is
+    only evaluated.
+    """
+
+    @property
+    def load_in_4bit(self) -> bool: ...
+
+    @property
+    def load_in_16bit(self) -> bool: ...
+
+    @property
+    def max_seq_length(self) -> int: ...
+
+    @property
+    def eval_batch_size(self) -> int: ...
+
+
+def uses_transformers(config: object) -> bool:
+    """Whether the model is loaded by transformers alone, without Unsloth."""
+    return bool(getattr(config, "loader", "unsloth") == "transformers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is loaded and trained on a machine, and why."""
+
+    load: dict[str, Any]  # arguments of Unsloth's loader
+    environment: dict[str, str]  # set before anything is compiled
+    rows: tuple[tuple[str, str, str], ...]  # (what, how, why), for people
+
+
+def settings_for_cpu(machine: Machine) -> Settings:
+    """Everything in float32."""
+    rows = (
+        ("device", f"CPU, {machine.processor}", "no CUDA GPU was found"),
+        ("memory", f"{machine.memory / 1e9:.0f} GB", ""),
+        ("precision", "float32", "no 4-bit kernels without a GPU"),
+    )
+    return Settings({"load_in_4bit": False, "use_gradient_checkpointing": False}, {}, rows)
+
+
+def device_row(machine: Machine) -> tuple[str, str, str]:
+    """The GPU with its compute capability."""
+    return "device", f"{machine.gpu} ({machine.capability[0]}.{machine.capability[1]}), {machine.processor}", ""
+
+
+def settings_for_transformers(machine: Machine) -> Settings:
+    """A GPU with `--loader transformers`."""
+    rows = (
+        device_row(machine),
+        ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a shard of the weights" if sharded() else ""),
+        ("precision", "bfloat16", "--loader transformers"),
+        ("gradient checkpointing", "on the GPU", ""),
+    )
+    return Settings({}, {}, rows)
+
+
+def settings_for_unsloth(machine: Machine, config: ModelConfig) -> Settings:
+    """A GPU with Unsloth's loader."""
+    if config.load_in_16bit:
+        precision = ("bfloat16", "--load-in-16bit")
+    elif config.load_in_4bit:
+        precision = ("4-bit NF4", "the default; GPUs of 80 GB can take --load-in-16bit")
+    else:
+        precision = ("as stored", "gpt-oss stays in MXFP4")
+    environment, ptxas = {}, ("triton's own", "")
+    if machine.capability >= (10, 0) and machine.triton < (3, 6):
+        environment = {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
+                       "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
+        ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
+    load = {
+        "load_in_4bit": config.load_in_4bit and not config.load_in_16bit,
+        "load_in_16bit": config.load_in_16bit,
+        "use_gradient_checkpointing": True,
+        "offload_embedding": False if machine.unified else "auto",
+    }
+    useless = "GPU and processor share their memory: moving them frees nothing"
+    rows = (
+        device_row(machine),
+        ("memory", f"{machine.memory / 1e9:.0f} GB", "shared with the processor" if machine.unified else ""),
+        ("precision", *precision),
+        ("gradient checkpointing", "on the GPU",
+         useless if machine.unified else "sequences are short: moving activations to RAM costs more time"),
+        ("embeddings", "on the GPU" if machine.unified else "in RAM if memory is tight",
+         useless if machine.unified else "Unsloth decides"),
+        ("attention", "gpt-oss: flex in training, eager in generation",
+         "flash-attn and xformers do not fit its attention sinks"),
+        ("ptxas", *ptxas),
+    )  # fmt: skip
+    return Settings(load, environment, rows)
+
+
+def choose_settings(machine: Machine, config: ModelConfig) -> Settings:
+    """The settings that fit a machine.  Raises UsageError for an option that the machine cannot do."""
+    if not machine.gpu:
+        return settings_for_cpu(machine)
+    if config.load_in_16bit and machine.memory < 75e9:  # GPUs sold with 80 GB have a little less
+        raise UsageError(f"--load-in-16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
+                         "leave it out")  # fmt: skip
+    return settings_for_transformers(machine) if uses_transformers(config) else settings_for_unsloth(machine, config)
+
+
+def settings_table(settings: Settings) -> Table:
+    """The settings with their reasons.  For a Console without markup, which prints brackets as they are."""
+    from rich.table import Table
+
+    table = Table("", "", "why", box=None, show_header=False)
+    for row in settings.rows:
+        table.add_row(*row)
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def adapter_base(name: str) -> Path | None:
+    """The base model of an adapter's folder; None if the folder holds no adapter."""
+    base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
+    return Path(base) if base else None
+
+
+def stays_as_stored(name: str) -> bool:
+    """Whether a model must not be loaded in 4 bits.
+
+    The embedded model is too small for it.  Adapters to fused experts do not fit the 4-bit form, which splits experts.
+    """
+    return name == "tiny" or bool(read_json(Path(name) / "adapter_config.json").get("target_parameters"))
+
+
+def instruct_variant(name: str) -> str:
+    """The name that a base model's instruct variant most likely has."""
+    for ending, instead in (("-Base", ""), ("-base", ""), ("-pt", "-it")):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + instead
+    return f"{name}-Instruct"
+
+
+def check_template(name: str, files: Container[str], read: Callable[[str], Path | str]) -> None:
+    """Raise UsageError for a model without a chat template.
+
+    `files` has the names of the model's files; `read` fetches one of them and returns its path.
+    """
+    if "chat_template.jinja" in files or "chat_template.json" in files or "tokenizer_config.json" not in files:
+        return
+    if not read_json(Path(read("tokenizer_config.json"))).get("chat_template"):
+        raise UsageError(f"{name} has no chat template, so it cannot chat: try {instruct_variant(name)}")
+
+
+def check_hub(name: str) -> None:
+    """Raise UsageError if the hub does not have a model or does not give it.
+
+    Without a connection a cached model is used, and the rest of the process stays offline.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        info = HfApi().model_info(name, timeout=10)
+        check_template(name, {file.rfilename for file in info.siblings or ()}, partial(hf_hub_download, name))
+    except UsageError:
+        raise
+    except GatedRepoError:
+        raise UsageError(f"{name} is gated: accept its licence on its page, then set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise UsageError(f"the hub has no model {name!r}, or it is private: check the name, or set HF_TOKEN") from None
+    except Exception:  # the network stack raises errors of many libraries
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise UsageError(f"the hub cannot be reached for {name!r}: go online, or name a local folder") from None
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+
+
+def check_model(name: str, reasoning: str) -> None:
+    """Raise UsageError for a model that is not there or cannot be used like this, before anything expensive starts."""
+    folder = Path(name)
+    if reasoning != "none" and (name == "tiny" or layout_of(adapter_base(name))):
+        raise UsageError("the embedded model cannot reason: use --reasoning none")
+    if folder.is_dir():
+        base = adapter_base(name)
+        if base is None and "model_type" not in read_json(folder / "config.json"):
+            raise UsageError(f"{name} holds no model: it needs a model's config.json or an adapter_config.json")
+        if base and base.is_absolute() and not base.exists() and not layout_of(base):
+            raise UsageError(f"{name} is an adapter to {base}, which does not exist any more: put that model back")
+        if base is None:
+            check_template(name, {file.name for file in folder.iterdir()}, folder.joinpath)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        check_hub(name)
+    elif name != "tiny":
+        raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Disk and memory
+
+
+def check_disk(folder: Path, needed: float, remedy: str) -> None:
+    """Raise UsageError if a folder's disk has less than `needed` bytes free."""
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise UsageError(f"{folder} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free: {remedy}")
+
+
+def check_download(name: str) -> None:
+    """Raise UsageError if the disk has no room for the files of a model that are not downloaded yet."""
+    from huggingface_hub import constants, snapshot_download
+
+    if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
+        return
+    files = snapshot_download(name, dry_run=True, ignore_patterns=["*/*"])
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    check_disk(Path(constants.HF_HUB_CACHE), missing, "set HF_HOME to a folder on a larger disk")
+
+
+def four_bit_name(name: str) -> str:
+    """The repository that Unsloth downloads for a model in 4 bits, often one with 4-bit weights.  Needs a GPU."""
+    from unsloth.models.loader_utils import get_model_name
+
+    return str(get_model_name(name, load_in_4bit=True) or name)
+
+
+def available_memory() -> int:
+    """Bytes of RAM that are free or can be freed; on a machine with unified memory the GPU's too."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def parameter_shapes(config: Any) -> dict[str, torch.Size]:
+    """The shapes of a causal language model's parameters, from its transformers config and without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: weights.shape for name, weights in model.named_parameters()}
+
+
+def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
+    """Bytes of GPU memory by purpose, estimated from the model's config; empty if that says too little.
+
+    Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
+    adapter takes 10 bytes with its gradient and both moments.  Keys and values are those of all completions of a step.
+    """
+    from transformers import AutoConfig
+
+    rows = getattr(config, "batch_size", config.eval_batch_size) * getattr(config, "accumulation", 1)
+    try:
+        model_config = AutoConfig.from_pretrained(str(adapter_base(name) or name))
+        shapes = parameter_shapes(model_config)
+        text = model_config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except Exception:  # transformers does not know every architecture; loading will tell
+        return {}
+    unpacked = config.load_in_16bit or uses_transformers(config)
+    packed = 4.13 / 8 if config.load_in_4bit and not unpacked else 2.0
+    if getattr(model_config, "quantization_config", None) and not unpacked:
+        packed = min(packed, 4.25 / 8)
+    whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
+    weights = sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
+                  for name, shape in shapes.items())  # fmt: skip
+    adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
+                  if len(shape) > 1 and not whole.search(name))  # fmt: skip
+    parts = RANKS if sharded() else 1
+    return {
+        "weights": weights / parts,
+        "adapters": 10.0 * getattr(config, "lora_rank", 0) * adapted / parts,
+        "keys and values": 2.0 * 2 * rows * config.max_seq_length * text.num_hidden_layers * heads * width,
+        "CUDA and scratch": 3e9,
+    }
+
+
+def too_little_memory(name: str, machine: Machine, needed: Mapping[str, float]) -> str:
+    """A warning that a model may not fit into GPU memory; "" if it fits."""
+    import torch
+
+    free = available_memory() if machine.unified else torch.cuda.mem_get_info()[0]
+    if sum(needed.values()) <= free:
+        return ""
+    parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in needed.items())
+    return (f"{name} may run out of memory: it needs about {sum(needed.values()) / 1e9:.0f} GB ({parts}), and "
+            f"{free / 1e9:.0f} are free; end other programs, lower --batch-size, or use a smaller --model")  # fmt: skip
+
+
+def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
+    """A warning that a model may not fit into GPU memory; "" if it fits or nothing is known.
+
+    It is no refusal, because the estimate was never compared with a GPU.
+    """
+    return too_little_memory(name, machine, memory_needed(name, config)) if machine.gpu else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Doctor
+
+
+@dataclass
+class DoctorConfig:
+    """Say what this machine has, what is switched for it and why, and whether the model can train.  Starts nothing."""
+
+    model: str = "auto"  # as in training
+    load_in_4bit: bool = True  # on a GPU
+    load_in_16bit: bool = False  # on a GPU of 80 GB or more, instead of 4 bits
+    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+
+
+def doctor(
+    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], str]
+) -> dict[str, Any]:
+    """The doctor command.  Returns what --json prints; `fit` says whether training can start.
+
+    `training` returns the training configuration of a model by its name.  `jail` says how model-written code is jailed,
+    and raises UsageError if it cannot be.
+    """
+    from rich.table import Table
+
+    name = resolve_model(config.model)
+    prepare_environment(offline=name == "tiny")
+    machine, versions = find_machine(), library_versions()
+    planned = dataclasses.replace(training(name), load_in_4bit=config.load_in_4bit and not stays_as_stored(name),
+                                  load_in_16bit=config.load_in_16bit)  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    warnings: list[str] = []
+
+    def settings() -> str:
+        rows.extend(choose_settings(machine, planned).rows)
+        return "as above"
+
+    def model() -> str:
+        check_model(name, "none")
+        return f"{name} is available"
+
+    def memory() -> str:
+        if not machine.gpu:
+            return "not checked without a GPU"
+        needed = memory_needed(name, planned)
+        if warning := too_little_memory(name, machine, needed):
+            warnings.append("memory")
+            return warning
+        return f"about {sum(needed.values()) / 1e9:.0f} GB needed" if needed else "not known for this model"
+
+    checks: dict[str, str] = {}
+    wrong: list[str] = []
+    for part, check in {"settings": settings, "jail": jail, "model": model, "memory": memory}.items():
+        try:
+            checks[part] = check()
+        except UsageError as error:
+            checks[part] = str(error)
+            wrong.append(part)
+    table = Table("", "", "", box=None, show_header=False)
+    for row in (*rows, *((library, version, "") for library, version in versions.items())):
+        table.add_row(*row)
+    for part, text in checks.items():
+        table.add_row(part, "NO" if part in wrong else "warning" if part in warnings else "ok", text)
+    console.print(table)
+    return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
+            "warnings": warnings, "fit": not wrong}  # fmt: skip
