@@ -25,7 +25,7 @@ def split(path: str) -> tuple[str, str]:
 class FakeHub(ThreadingHTTPServer):
     """A server in a thread.
 
-    `repositories` maps owner/name to {"private": bool, "files": {...}}, and "gated": True where a licence is to be
+    `repositories` maps owner/name to {"private": bool, "files": {...}}, and "gated": True if its licence must be
     accepted first.
     """
 

@@ -431,7 +431,7 @@ def doctor(
     """The doctor command.  Returns what --json prints; `fit` says whether training can start.
 
     `training` returns the training configuration of a model by its name.  `jail` says how model-written code is jailed,
-    and raises UsageError if it cannot be.
+    and raises UsageError if the jail does not hold.
     """
     from rich.table import Table
 
