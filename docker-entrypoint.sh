@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the command as the owner of the working directory, so that what it writes belongs to whoever mounted it.
+# Runs the command as the owner of the working directory, so that its files belong to whoever mounted the directory.
 #
-# Caches go into its folder .cache, where they outlast the container; compiled Python too, which else would be made anew at
-# every start, for .venv is root's. The user may have no name in here, which torch asks for. In a rootless engine, root is
-# that owner.
+# Caches go to .cache in that directory, so they outlast the container. Compiled Python goes there too, because .venv
+# belongs to root and every start would compile it again. USER and LOGNAME are set because torch asks for a user name,
+# and the owner may have none in the container. In a rootless engine the owner is root.
 set -euo pipefail
 
 export HOME=$PWD/.cache XDG_CACHE_HOME=$PWD/.cache PYTHONPYCACHEPREFIX=$PWD/.cache/bytecode USER=trainer LOGNAME=trainer

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs a command in it: see usage() below.
 #
-# Every version is pinned in pyproject.toml, none here. pip does the installing even where uv makes the environment:
-# it honours the user's pip configuration (mirrors, wheel folders, certificates), which uv ignores, and without
-# compiling everything to bytecode beforehand it is fast enough.
+# Versions are pinned in pyproject.toml, never here. pip installs even where uv makes the environment, because pip
+# follows the user's configuration (mirrors, wheel folders, certificates) and uv ignores it. Without compiling to
+# bytecode pip is fast enough.
 set -euo pipefail
 
 usage() {
     cat <<'END'
-./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent when nothing changed
-./setup.sh --here [CMD ARGS...]  the same in the environment that is active: a container, conda, a virtual environment
-./setup.sh --with GROUP [CMD..]  the same with one of the optional groups of pyproject.toml: notebook, openenv, cloud
+./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent if nothing changed
+./setup.sh --here [CMD ARGS...]  the same in the active environment: a container, conda, a virtual environment
+./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv or cloud
 ./setup.sh --help                this text
 
-PYTHON=/path/to/python           make .venv with this interpreter instead of the first on PATH that fits
-DEVICE=cuda                      install for a GPU that is not here yet, as when an image is built; or cpu
+PYTHON=/path/to/python           make .venv with this interpreter instead of the first suitable one on PATH
+DEVICE=cuda                      install for a GPU that is not present, as in an image build; or cpu
 END
 }
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
-# The stamp says what is installed: it differs as soon as the environment is moved, its Python replaced, a GPU added or
-# a pin changed. No Python is started to compare it, so a call that finds everything in place costs milliseconds.
+# The stamp identifies what is installed. It changes when the environment is moved, its Python is replaced, a GPU is
+# added or a pin changes. Comparing it starts no Python, so a call with nothing to do takes milliseconds.
 identity() { echo "$prefix $(readlink -f "$python")"; }
 wanted() { echo "$(identity) $device $machine $(cat "$project/pyproject.toml" "$project/setup.sh" | sha256sum)"; }
 # shellcheck disable=SC2053  # $1 is a pattern
@@ -48,7 +48,7 @@ make_venv() {
     [[ $device == cpu ]] || need=10
     free=$(df -Pk "$project" | awk 'NR == 2 { print $4 }')
     [[ ${free:-0} -gt $((need * 1000000)) ]] || die "the disk is nearly full: $project/.venv needs $need GB"
-    if [[ -n $uv ]]; then  # it brings a Python where there is none, but takes pip from an index of its own
+    if [[ -n $uv ]]; then  # uv can download a missing Python, but takes pip from its own index
         output=$(uv venv --quiet --no-project --seed --python "${base:->=3.11,<3.15}" "$prefix" 2>&1) && return
         rm -rf "$prefix"
     fi
@@ -58,14 +58,14 @@ make_venv() {
     die "cannot make $prefix: ${output##*$'\n'}"
 }
 
-repair() {  # drops the record of every package whose installation was cut short, so that pip installs it again
+repair() {  # removes the record of every half-installed package, so that pip installs it again
     "$python" - <<'END'
 import csv, pathlib, shutil, sysconfig
 site = pathlib.Path(sysconfig.get_path("purelib"))
-for leftover in site.glob("~*"):  # pip's name for what it was removing
+for leftover in site.glob("~*"):  # pip's name for a package that it was removing
     shutil.rmtree(leftover, ignore_errors=True)
 for info in site.glob("*.dist-info"):
-    by, record = info / "INSTALLER", info / "RECORD"  # pip writes INSTALLER once all other files are in place
+    by, record = info / "INSTALLER", info / "RECORD"  # pip writes INSTALLER last
     if by.exists() and by.read_text().strip() != "pip":
         continue
     files = [row[0] for row in csv.reader(record.read_text().splitlines())] if record.exists() else []
@@ -74,7 +74,7 @@ for info in site.glob("*.dist-info"):
 END
 }
 
-groups() {  # groups NAME... -> each dependency group's requirements in a line
+groups() {  # groups NAME... -> one line per dependency group, with its requirements
     "$python" - "$project/pyproject.toml" "$@" 2>/dev/null <<'END' || die "pyproject.toml: cannot read the groups $*"
 import sys, tomllib
 groups = tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]
@@ -83,11 +83,11 @@ for name in sys.argv[2:]:
 END
 }
 
-pip_install() {  # a container's own constraints would contradict the pins
+pip_install() {  # a container's own constraints may contradict the pins
     env -u PIP_CONSTRAINT "$python" -m pip install --no-input --no-compile --progress-bar off "$@" &>"$log" </dev/null
 }
 
-failed() {  # failed WHAT: one line with the likeliest reason in pip's log
+failed() {  # failed WHAT: exits with one line, the likeliest reason in pip's log
     local reason
     if grep -q 'No space left on device' "$log"; then
         reason="the disk is full"
@@ -103,23 +103,23 @@ install() {
     local pins torch stack dev unsloth release installed
     pins=$(groups "torch-$device" stack dev no-deps)
     { read -r torch; read -ra stack; read -ra dev; read -ra unsloth; } <<<"$pins"
-    if [[ $device == cuda ]]; then  # Triton compiles its launchers on the spot
+    if [[ $device == cuda ]]; then  # Triton compiles its launchers at run time
         command -v "${CC:-gcc}" clang >/dev/null || die "no C compiler, which Triton needs: install gcc"
         [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')/Python.h ]] ||
             die "no Python.h, which Triton needs: install python3-dev"
     fi
-    # Any build of the pinned release will do, such as a container's own, but not the CPU build where there is a GPU.
+    # Any build of the pinned release is fine, such as a container's own, except the CPU build on a machine with a GPU.
     release=${torch#*==}; release=${release%%[!0-9.]*}
     installed=$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)
     if [[ ${installed%%[!0-9.]*} == "$release" && $device$installed != cuda*+cpu ]]; then
         torch="torch==$installed"
     else
         say "installing torch for $device"
-        # From where pip is told to look; the CPU build, if it is not there, from PyTorch's own index.
+        # From pip's configured index; a CPU build that it lacks comes from PyTorch's own index.
         pip_install --no-deps "$torch" || { [[ $device == cpu ]] &&
             pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed torch
     fi
-    say "installing the libraries and the tools for development"  # torch is named again, lest one brings another build
+    say "installing the libraries and the tools for development"  # naming torch again keeps its build
     pip_install "$torch" "${stack[@]}" "${dev[@]}" || failed "the libraries"
     say "installing unsloth"
     pip_install --no-deps "${unsloth[@]}" || failed unsloth
@@ -141,7 +141,7 @@ done
 project=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 machine=$(uname -sm)
 [[ $machine == "Linux x86_64" || $machine == "Linux aarch64" ]] || die "needs Linux on x86-64 or aarch64, not $machine"
-# Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia shows GPUs that a container may not use.
+# Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia lists GPUs that a container may not use.
 device=${DEVICE:-cpu}
 if [[ -z ${DEVICE-} ]]; then
     if compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; then device=cuda; fi &>/dev/null
@@ -167,7 +167,7 @@ stamp=$prefix/gpt-2048-rl.stamp
 log=$prefix/gpt-2048-rl.log
 
 if ! stamped "$(wanted)" && command -v flock >/dev/null; then
-    # A second set-up waits for the first, or for the pip that a killed one left running.
+    # A second set-up waits for the first, or for a pip that a killed set-up left running.
     exec 9<"$lock"
     flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
 fi
@@ -179,7 +179,7 @@ if ! stamped "$(wanted)"; then
     fi
     if stamped "* unfinished"; then repair; fi
     echo "$(identity) unfinished" >"$stamp"
-    target=$(wanted)  # before the pins are read, which may be edited meanwhile
+    target=$(wanted)  # before the pins are read, because they may be edited meanwhile
     install
     echo "$target" >"$stamp"
 fi
@@ -188,7 +188,7 @@ for extra in "${extras[@]}"; do
     pins=$(groups "$extra" stack)
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
         say "installing what $extra needs"
-        read -ra requirements <<<"${pins//$'\n'/ }"  # the stack is named again, lest one changes it
+        read -ra requirements <<<"${pins//$'\n'/ }"  # naming the stack again keeps its versions
         pip_install "${requirements[@]}" || failed "what $extra needs"
         echo "$pins" >"$stamp-$extra"
     fi

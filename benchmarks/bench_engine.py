@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The engine of `gpt_2048_rl.py` against the usual list engine: the same games, microseconds a move each, the ratio.
+"""The engine of `gpt_2048_rl.py` against the usual list engine: the same games, microseconds per move, the ratio.
 
     python benchmarks/bench_engine.py
 
-Both play the same random keys on the same seeds, in turns, several times over; their last boards must be equal.
-CPU time, so that other programs on the machine count for little.  Exit code 1 where the target is missed.
-A table, then one JSON line.
+Both play the same random keys on the same seeds, several times in turns; their last boards must be equal.  It measures
+CPU time, so other programs on the machine matter little.  Prints a table and one JSON line; exits with code 1 if the
+target is missed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Args:
 
 
 def keys_of(seed: int) -> list[int]:
-    """The directions that both sides play on a board: more than a game of random moves lasts."""
+    """The directions that both sides play on a board; more than a random game needs."""
     return random.Random(f"keys {seed}").choices(range(4), k=10_000)
 
 
 def play_ours(args: Args, seed: int, keys: list[int]) -> tuple[int, list[list[int]]]:
-    """Moves and last board, by do_action() and state(), as a user of the class plays."""
+    """Number of moves and last board, played with do_action() and state() like a user of the class."""
     game, moves = GameBoard(args.size, seed, args.target), 0
     layout = LAYOUTS["bepo"]
     for key in keys:
@@ -73,7 +73,7 @@ Play = Callable[[Args, int, list[int]], tuple[int, list[list[int]]]]
 
 
 def measure(play: Play, args: Args, keys: list[list[int]]) -> tuple[float, list[list[list[int]]]]:
-    """CPU microseconds a move over all games, and their last boards."""
+    """CPU microseconds per move over all games, and their last boards."""
     start = time.process_time()
     ends = [play(args, seed, keys[seed]) for seed in range(args.games)]
     seconds = time.process_time() - start
@@ -84,7 +84,7 @@ def main(args: Args) -> int:
     """Measure and print."""
     keys = [keys_of(seed) for seed in range(args.games)]
     ours, lists = [], []
-    measure(play_ours, args, keys)  # its memo of lines fills up once in a run, whose games are many
+    measure(play_ours, args, keys)  # fills the cache of lines, which happens once in a run of many games
     for _ in range(args.repetitions):
         micros, boards = measure(play_ours, args, keys)
         ours.append(micros)

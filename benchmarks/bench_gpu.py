@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""How fast is training?  Whole steps of the program's own trainer, at several numbers of completions.
+"""How fast is training?  Whole steps of the program's own trainer, with several numbers of completions.
 
     python benchmarks/bench_gpu.py                # gpt-oss-20b's shape with random weights; the embedded model on a CPU
     python benchmarks/bench_gpu.py --precision 4bit --batches 32
 
-Nothing is downloaded.  On a GPU the weights of a gpt-oss are made up, in MXFP4 as it is published: all 24 layers where
-disk and memory allow, else as many as fit, and the table says how many.  So that steps are like real ones, the sampled
-tokens are replaced, one by one, by those of programs like the embedded model's, each filled up with a comment: the
-model computes as always, programs end one after the other, the players play them, rewards differ, and a gradient
-flows.  One step to warm up, then the measured ones.
+Nothing is downloaded.  On a GPU the weights are random, in the shape of gpt-oss-20b and in MXFP4 as published: all 24
+layers if disk and memory allow, otherwise as many as fit; the table says how many.  Each sampled token is replaced by
+one of a prepared program, like the embedded model's, filled up with a comment.  So steps are realistic: the model
+computes as always, programs end at different times, players play them, rewards differ, and there is a gradient.  One
+step warms up, the others are measured.
 
-The bound is the time to read, for each token, the weights that its completions need: of 32 experts 4 for one
-completion, nearly all from 16 on.  The bandwidth is what a copy reaches here.  A table, then one JSON line.
+The bound is the time to read the weights that the completions need for each token: 4 of 32 experts for one completion,
+nearly all from 16 on.  The bandwidth is measured with a copy.  Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ import gpt_2048_rl as program  # noqa: E402
 class Args:
     """What to run."""
 
-    batches: tuple[int, ...] = (1, 4, 16, 32)  # completions in a step; 1 is generated only
-    steps: int = 3  # measured, for each
-    tokens: int = 200  # of the longest completion
-    precision: Literal["mxfp4", "4bit", "16bit"] = "mxfp4"  # of the weights in memory; on a CPU float32
+    batches: tuple[int, ...] = (1, 4, 16, 32)  # completions per step; 1 is only generated, not trained
+    steps: int = 3  # measured steps for each
+    tokens: int = 200  # tokens of the longest completion
+    precision: Literal["mxfp4", "4bit", "16bit"] = "mxfp4"  # of the weights in memory; a CPU uses float32
     layers: int = 24
-    model: str = ""  # a folder instead of made-up weights
+    model: str = ""  # a folder with a model, instead of random weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Measured:
     score: float
     update: float
     peak: float  # bytes
-    bound: float  # tokens a second that the memory's bandwidth allows in generating
+    bound: float  # tokens per second in generation that the memory bandwidth allows
 
     @property
     def step(self) -> float:
@@ -72,12 +72,12 @@ class Measured:
 
     @property
     def speed(self) -> float:
-        """Tokens generated a second."""
+        """Tokens generated per second."""
         return self.tokens / self.generate
 
 
 def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
-    """A gpt-oss-20b with random weights, all in bfloat16 or the experts in MXFP4, and the embedded tokenizer."""
+    """Write a gpt-oss-20b with random weights, in bfloat16 or with experts in MXFP4, and the embedded tokenizer."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, GptOssConfig
@@ -108,7 +108,7 @@ def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
 
 
 def layers_that_fit(folder: Path, wanted: int, packed: bool) -> int:
-    """How many layers of gpt-oss-20b the disk and, loaded, the GPU have room for."""
+    """How many layers of gpt-oss-20b fit on the disk and in the GPU's memory."""
     import torch
 
     layer, rest = (0.425e9 + 0.055e9 if packed else 1.65e9), 2.4e9  # bytes
@@ -117,7 +117,7 @@ def layers_that_fit(folder: Path, wanted: int, packed: bool) -> int:
 
 
 def answers(count: int, tokens: int, tokenizer: Any) -> list[list[int]]:
-    """Programs like the embedded model's, each filled up with a comment to between 60% and all of so many tokens."""
+    """Programs like the embedded model's, each filled up with a comment to between 60% and 100% of `tokens`."""
     rng, filling = random.Random(1), tokenizer("# and so on, and on\n", add_special_tokens=False)["input_ids"]
     made: list[list[int]] = []
     while len(made) < count:
@@ -130,7 +130,7 @@ def answers(count: int, tokens: int, tokenizer: Any) -> list[list[int]]:
 
 
 def forced(generate: Callable[..., Any], rows: list[list[int]]) -> Callable[..., Any]:
-    """A model's generate, but whatever is sampled becomes these rows."""
+    """A model's generate, with every sampled token replaced by the one in these rows."""
     import torch
     from transformers import LogitsProcessor
 
@@ -151,19 +151,19 @@ def forced(generate: Callable[..., Any], rows: list[list[int]]) -> Callable[...,
 
 
 def bytes_a_token(folder: Path, completions: int, bits: float, dense_bits: float) -> float:
-    """What must be read for one token of each completion: all weights but those of experts that no completion takes."""
+    """Bytes to read for one token of each completion: all weights except experts that no completion uses."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
     sizes = {name: shape.numel() for name, shape in program.parameter_shapes(config).items()}
     experts = sum(size for name, size in sizes.items() if program.EXPERTS.search(name))
     taken = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** completions
-    embeddings = config.vocab_size * config.hidden_size  # of which a row a token is read
+    embeddings = config.vocab_size * config.hidden_size  # only one row is read per token
     return float((sum(sizes.values()) - experts - embeddings) * dense_bits + taken * experts * bits) / 8
 
 
 def bandwidth() -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes per second that a copy reads and writes."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,7 +180,7 @@ def bandwidth() -> float:
 
 
 def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: Path, bound: float) -> Measured:
-    """Some steps with so many completions; for one, which GRPO could not compare with any, generation alone."""
+    """Measure steps with this many completions; with one, GRPO has nothing to compare, so only generation."""
     import torch
     from transformers import PrinterCallback
 

@@ -3,11 +3,11 @@
 
     python benchmarks/bench_learning.py
 
-One run after the other, each with the whole machine, through the program's own command line: the stable recipe with its
-own number of steps, seed by seed, then the published one, which gets as many minutes of training.  Held-out boards and
-a held-out wording before and after; each sampled program plays one board, to its end.  Tables, a figure
-(docs/learning.svg), then one JSON line.  Exit code 1 where a target is missed: at most 35% of games won before and at
-least 90% after ten minutes of training or less, in every seed of the stable recipe.
+Runs follow one another, each with the whole machine, through the program's own command line: first the stable recipe
+with its own number of steps for each seed, then the published one with the same minutes of training.  Before and after,
+the model is evaluated on held-out boards with a held-out wording; each sampled program plays one board to the end.
+Prints tables and one JSON line and writes a figure (docs/learning.svg).  Exits with code 1 if a target is missed: in
+every seed of the stable recipe, at most 35% of games won before and at least 90% after at most ten minutes of training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Args:
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     games: int = 64  # held-out boards
-    output_dir: Path | None = None  # keeps the runs; started again with the same one, it goes on after the last
+    output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     figure: Path = ROOT / "docs" / "learning.svg"
 
 
@@ -55,12 +55,12 @@ class Run:
     recipe: str
     seed: int
     result: dict[str, Any]  # the run's result.json
-    new: tuple[float, float]  # share of programs that no warm-start sample contained: first and last ten steps
-    curve: list[tuple[float, float]]  # minutes of training; share of a step's games in which 2048 was made
+    new: tuple[float, float]  # share of programs not in the warm start: first and last ten steps
+    curve: list[tuple[float, float]]  # minutes of training; share of a step's games that made 2048
 
 
 def train(recipe: str, seed: int, out: Path, args: Args, minutes: float) -> Path:
-    """The folder of a training run of so many minutes (0: all of its steps).  A finished one is not run again."""
+    """Train for `minutes` (0: all steps) and return the run's folder.  A finished run is not repeated."""
     folder = out / f"{recipe}-{seed}"
     if (folder / "result.json").is_file():
         return folder
@@ -76,7 +76,7 @@ def train(recipe: str, seed: int, out: Path, args: Args, minutes: float) -> Path
 
 
 def warm_start_programs() -> set[str | None]:
-    """The source of every program that the embedded model was shown."""
+    """The source of every program in the embedded model's warm start."""
     config, rng = program.TINY_MODEL, random.Random(3407)
     count = config.corpus + config.steps * config.batch
     answers = {program.tiny_conversation(rng, "bepo")[1]["content"] for _ in range(count)}
@@ -152,7 +152,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
 
 
 def tables(runs: list[Run]) -> list[Table]:
-    """A row for each run; the controls at the end."""
+    """One row per run; the controls at the end."""
     made = []
     for recipe in RECIPES:
         group = [run for run in runs if run.recipe == recipe]

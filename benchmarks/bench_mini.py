@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""`mini/` measured: generation, whole steps, memory, and what the KL types and baselines do.
+"""Measures `mini/`: generation, whole steps, memory, and the effect of KL types and baselines.
 
-    python benchmarks/bench_mini.py                         speed, in about two minutes
+    python benchmarks/bench_mini.py                         speed, about two minutes
     python benchmarks/bench_mini.py --parts curves          learning curves: 18 runs of the default job
     python benchmarks/bench_mini.py --parts large           a step of GPT-2's 124 M shape, 8 prompts x 8 completions
 
-speed: tokens a second against transformers' generate, same weights, prompts and options; and seconds a step, of one
-update, against the same step with completions generated one at a time.  In turns, several times over.  curves: each
-option in turn replaces its default, over several seeds, from the seed's own warm start; docs/mini_learning.svg, and a
-table in Markdown.
-Tables, then one JSON line.  Exit code 1 where a target is missed: generation at least as fast as transformers', a step
-at least 5 times as fast as one at a time, the large step within 24 GiB.
+speed: tokens per second against transformers' generate with the same weights, prompts and options; seconds per step
+(one update) against the same step with completions generated one at a time; several times in turns.
+curves: one option changed at a time, over several seeds, each from its seed's warm start; writes docs/mini_learning.svg
+and prints a table in Markdown.
+
+Prints tables and one JSON line.  Exits with code 1 if a target is missed: generation at least as fast as transformers',
+a step at least 5 times as fast as with one completion at a time, the large step within 24 GiB.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from mini.tokens import ChessTokens  # noqa: E402
 from mini.train import make_learner, train  # noqa: E402
 from mini.weights import save_model  # noqa: E402
 
-VARIANTS: dict[str, tuple[tuple[str, ...], str]] = {  # options beside the defaults, and a colour
+VARIANTS: dict[str, tuple[tuple[str, ...], str]] = {  # options that differ from the defaults, and a colour
     "group_mean, forward": ((), "#0a7d5a"),
     "reverse": (("--kl-type", "reverse"), "#c2571a"),
     "symmetric": (("--kl-type", "symmetric"), "#7a4fb5"),
@@ -63,13 +64,13 @@ class Args:
     """What to measure."""
 
     parts: tuple[Literal["speed", "curves", "large"], ...] = ("speed",)
-    repetitions: int = 5  # of each side, in turns
+    repetitions: int = 5  # per side, in turns
     prompts: int = 8
-    completions: int = 8  # of each prompt
+    completions: int = 8  # per prompt
     seeds: tuple[int, ...] = (1, 2, 3)
-    steps: int = 40  # of each learning curve
-    jobs: int = 2  # runs at a time, each with one thread
-    output_dir: Path = ROOT / "outputs" / "bench-mini"  # keeps the runs; a finished one is not run again
+    steps: int = 40  # per learning curve
+    jobs: int = 2  # parallel runs, one thread each
+    output_dir: Path = ROOT / "outputs" / "bench-mini"  # keeps the runs; a finished run is not repeated
     figure: Path = ROOT / "docs" / "mini_learning.svg"
 
 
@@ -78,7 +79,7 @@ class Args:
 
 
 def theirs(model: Any, prompts: list[list[int]], k: int, sampling: Sampling, end: int) -> int:
-    """Tokens that transformers' generate makes, up to each row's end."""
+    """Number of tokens that transformers' generate makes, up to each row's end."""
     longest = max(map(len, prompts))
     rows = [[end] * (longest - len(prompt)) + prompt for prompt in prompts for _ in range(k)]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts for _ in range(k)]
@@ -93,7 +94,7 @@ def theirs(model: Any, prompts: list[list[int]], k: int, sampling: Sampling, end
 def one_at_a_time(
     model: GPT, prompts: list[list[int]], k: int, sampling: Sampling, end: int, generator: torch.Generator | None
 ) -> Completions:
-    """The same completions' number, each by a call of its own: with a cache, but no batch."""
+    """The same number of completions, one call each: with a cache, but no batch."""
     made = [generate(model, [prompt], 1, sampling, end, generator) for prompt in prompts for _ in range(k)]
     room = max(one.ids.shape[2] for one in made)
     parts = []
@@ -104,7 +105,7 @@ def one_at_a_time(
 
 
 def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
-    """Tokens a second of both, in turns."""
+    """Tokens per second of both sides, in turns."""
     from transformers import GPT2LMHeadModel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +125,7 @@ def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any
 
 
 def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
-    """Seconds of whole steps, by how their completions are generated."""
+    """Seconds of whole steps, batched and one completion at a time."""
     import mini.train
 
     sampling = Sampling(0.8, task.tokens.top_k, 0.95, task.tokens.longest)
@@ -143,7 +144,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """Both comparisons, with the embedded model after a short warm start, so that answers have their usual length."""
+    """Both comparisons, with the embedded model after a short warm start so that answers have a realistic length."""
     from mini.chess_task import warm_start
 
     config = EvalConfig(warm_steps=60, a_lines=4000)
@@ -172,7 +173,7 @@ def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
 
 
 def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """A step of random weights in GPT-2's shape, which answer at full length; peak memory of the whole process."""
+    """A step with random weights in GPT-2's shape, which write full-length answers; peak memory of the process."""
 
     class Documents(ChessTask):
         """Prompts and answers as long as RookWorld-LM's."""
@@ -204,7 +205,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
 
 
 def run_variant(args: Args, name: str, seed: int) -> Path:
-    """The folder of a finished run.  All of a seed begin with the warm start that the first of them made."""
+    """Train if needed and return the run's folder.  All runs of a seed share the first one's warm start."""
     folder = args.output_dir / f"{name.replace(', ', '-')}-{seed}"
     if (folder / "result.json").is_file():
         return folder
@@ -214,7 +215,7 @@ def run_variant(args: Args, name: str, seed: int) -> Path:
         options += ["--init", start, "--lr", EMBEDDED_LR, "--warm-steps", 0]
     command = [sys.executable, "-m", "mini", "chess", "--json", "--no-control", *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for old in folder.glob("*"):  # of a run that was cut short
+    for old in folder.glob("*"):  # left over from an interrupted run
         if old.is_file():
             old.unlink()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -226,7 +227,7 @@ def run_variant(args: Args, name: str, seed: int) -> Path:
 
 
 def read_curve(folder: Path) -> list[float]:
-    """Mean sampled reward of each step."""
+    """Mean sampled reward per step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""`mini text` measured: what a step costs, and what each way of learning reaches.
+"""Measures `mini text`: the cost of a step, and what each way of learning reaches.
 
-    python benchmarks/bench_mini_text.py                        speed, in about a minute
-    python benchmarks/bench_mini_text.py --parts runs --figure docs/mini_text.svg     every way of learning, a table
+    python benchmarks/bench_mini_text.py                        speed, about a minute
+    python benchmarks/bench_mini_text.py --parts runs --figure docs/mini_text.svg     all ways of learning, a table
 
-speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT, which
-stands below: the same shape, windows and optimizer, in turns, several times over.  runs: the README's table, in
-Markdown, over several seeds; each run is the command that the table names.  Tables, then one JSON line.
+speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT (below)
+with the same shape, windows and optimizer; several times in turns.
+runs: the table of mini/README.md in Markdown, over several seeds; each run is the command that the table names.
+Prints tables and one JSON line.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mini.train import Learner  # noqa: E402
 
 SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --block 128 --horizon 64 --iters 1000000"
 START = "--warm-steps 400 --warm-lr 1e-3"
-RUNS = {  # the README's rows: options
+RUNS = {  # rows of the README's table: options
     "supervised": "--algo supervised --batch 12 --lr 2e-3 --lr-decay 0.5 --seconds 240",
     "GRPO from scratch": "--algo grpo --lr 1e-3 --beta-kl 0.3 --kl-warmup-tokens 0 --warm-lr 1e-3 --seconds 120",
     "GRPO from scratch, own context": "--algo grpo --context model --lr 1e-3 --warm-lr 1e-3 --seconds 60",
@@ -49,7 +50,7 @@ RUNS = {  # the README's rows: options
     "PPO with gamma 1": f"--algo ppo --lr 3e-4 --critic-lr 1e-3 {START} --seconds 60",
     "denoise": "--algo denoise --batch 8 --lr 1e-3 --warm-lr 1e-3 --lr-decay 0.5 --seconds 60",
 }
-COLOURS = ("#57606a", "#1a7f37", "#bc4c00", "#0969da", "#8250df", "#d4a72c")  # of the rows in turn, but for denoise
+COLOURS = ("#57606a", "#1a7f37", "#bc4c00", "#0969da", "#8250df", "#d4a72c")  # of the rows in order, without denoise
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class Args:
     """What to measure."""
 
     parts: tuple[Literal["speed", "runs"], ...] = ("speed",)
-    repetitions: int = 7  # of each side, in turns
+    repetitions: int = 7  # per side, in turns
     batch: int = 32  # windows
-    horizon: int = 64  # tokens of a window
-    data: Path | None = None  # of the runs; by default the text that comes with Python
+    horizon: int = 64  # tokens per window
+    data: Path | None = None  # text of the runs; default: the text that comes with Python
     rows: tuple[str, ...] = tuple(RUNS)
     seeds: tuple[int, ...] = (1, 2, 3)
-    jobs: int = 1  # runs at a time, with a thread each
-    output_dir: Path = ROOT / "outputs" / "bench-mini-text"  # keeps the runs; a finished one is not run again
+    jobs: int = 1  # parallel runs, one thread each
+    output_dir: Path = ROOT / "outputs" / "bench-mini-text"  # keeps the runs; a finished run is not repeated
     figure: Path | None = None  # docs/mini_text.svg; needs ./setup.sh --with notebook
 
 
@@ -73,7 +74,7 @@ class Args:
 
 
 class PlainBlock(nn.Module):
-    """As one would write it without thinking of caches or padding."""
+    """A block written without regard to caches or padding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGpt(nn.Module):
-    """The same shape as mini's."""
+    """A GPT of the same shape as mini's."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -118,12 +119,12 @@ def plain_step(model: PlainGpt, optimizer: torch.optim.AdamW, text: Tensor) -> N
 
 
 def take_step(algo: str, learner: Learner, config: TextConfig, text: Tensor) -> dict[str, float]:
-    """One step of mini's."""
+    """One step of mini's algorithm."""
     return STEPS[algo](learner, text, config)
 
 
 def speed(args: Args) -> dict[str, Any]:
-    """Processor seconds per 1,000 tokens of each step, in turns."""
+    """Processor seconds per 1,000 tokens of each algorithm, in turns."""
     text = read_text(None)
     tokens = CharTokens(text)
     ids = torch.tensor(tokens.encode(text))
@@ -161,13 +162,13 @@ def speed(args: Args) -> dict[str, Any]:
 
 
 def run(args: Args, row: str, seed: int) -> dict[str, Any]:
-    """A finished run's result."""
+    """Train if needed and return the run's result."""
     words = f"{SHAPE} {RUNS[row]} --seed {seed} --track none --json --log-dir".split()
     words += [str(folder := args.output_dir / f"{row.replace(' ', '-')}-{seed}")]
     words += ["--data", str(args.data)] if args.data else []
-    known = folder / "words"  # of the run whose result stands there
+    known = folder / "words"  # the command of the run that result.json belongs to
     if not (known.is_file() and known.read_text().split("\n") == words):
-        (folder / "checkpoint.pt").unlink(missing_ok=True)  # of a run that was cut short
+        (folder / "checkpoint.pt").unlink(missing_ok=True)  # left over from an interrupted run
         done = subprocess.run([sys.executable, "-m", "mini", "text", *words], cwd=ROOT, capture_output=True, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
         if done.returncode:
@@ -178,14 +179,14 @@ def run(args: Args, row: str, seed: int) -> dict[str, Any]:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Each run as an arrow from before to after, and dashed where likelihood goes from there in the same time."""
+    """Draw each run as an arrow from before to after; dotted, likelihood from the same start in the same time."""
     import matplotlib
     import matplotlib.pyplot as plt
 
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"}
     _, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for (row, told), colour in zip(results.items(), COLOURS, strict=False):
-        if row == "denoise":  # next tokens are not what it is trained on
+        if row == "denoise":  # it is not trained on next tokens
             continue
         for one in told:
             ends = {"-": one["after"]} | ({":": one["baselines"]["supervised"]} if START in RUNS[row] else {})
@@ -208,7 +209,7 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def runs(args: Args) -> dict[str, Any]:
-    """The README's table: each figure's mean over the seeds, and its range."""
+    """The README's table: mean and range of each figure over the seeds."""
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = {row: [pool.submit(run, args, row, seed) for seed in args.seeds] for row in args.rows}
         results = {row: [job.result() for job in told] for row, told in jobs.items()}

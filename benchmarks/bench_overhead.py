@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What watching, recording and checkpoints cost: steps of the program against steps of TRL's own trainer.
+"""The cost of watching, recording and checkpoints: steps of the program against steps of TRL's own trainer.
 
     python benchmarks/bench_overhead.py
 
-Both train the embedded model on the same boards with the same rewards, judged by the same players, from the same start,
-in turns.  TRL's trainer has no rollouts.jsonl, watcher, live view, TensorBoard or checkpoints.  The random numbers are
-the same, so both write and play the same programs: that is checked.  Ours is measured twice: as it is, and without
-letting players begin while other completions are still written, which saves time that the rest costs.  A table, then
-one JSON line; exit code 1 where the latter takes more than 5% longer.
+Both train the embedded model from the same start on the same boards with the same rewards and players, in turns.  TRL's
+trainer has no rollouts.jsonl, watcher, live view, TensorBoard or checkpoints.  Random numbers are equal, so both write
+and play the same programs, which is checked.  Ours is measured twice: as it is, and without starting players while
+other completions are still being written, which hides part of the cost.  Prints a table and one JSON line; exits with
+code 1 if the latter takes more than 5% longer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SIDES, LIMIT = ("trl", "ours", "ours, not early"), 1.05
 class Args:
     """What to measure."""
 
-    repetitions: int = 3  # of each side, in turns
-    steps: int = 10  # of each repetition; the first is left out
+    repetitions: int = 3  # per side, in turns
+    steps: int = 10  # per repetition; the first is not measured
     save_steps: int = 5  # checkpoints, texts and pictures four times as often as by default
 
 
 def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str]]:
-    """Seconds of each step but the first, and the completions of the last."""
+    """Seconds of each step, and the completions of the last one."""
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 
@@ -92,7 +92,7 @@ def bare(trainer: Any, config: program.TrainConfig) -> Any:
 
 @contextlib.contextmanager
 def not_early() -> Iterator[None]:
-    """Nobody plays before all completions are written."""
+    """Players start only when all completions are written."""
     own = program.scored_early
     program.scored_early = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     try:
@@ -102,7 +102,7 @@ def not_early() -> Iterator[None]:
 
 
 def record(trainer: Any, ends: list[float], last: list[str]) -> None:
-    """Note when each step ends, and what its completions were."""
+    """Record when each step ends, and the completions of the last one."""
     from transformers import PrinterCallback, TrainerCallback
 
     class Ends(TrainerCallback):  # type: ignore[misc]
@@ -129,7 +129,7 @@ def main(args: Args) -> int:
     """Measure and print."""
     program.prepare_environment(offline=True)
     program.warm_start()
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}  # a step, the median of a repetition
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}  # per step, the mean of a repetition
     written: set[tuple[str, ...]] = set()
     with tempfile.TemporaryDirectory() as scratch:
         for repetition in range(args.repetitions):

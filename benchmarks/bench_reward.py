@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Whether rewards rank like skill, for 77 programs of `tests/programs.py` whose games are in `tests/games.json`.
+"""Do rewards rank programs by skill?  77 programs of `tests/programs.py`, with their games in `tests/games.json`.
 
-    python benchmarks/bench_reward.py             # pairs of programs that are paid in the wrong order; seconds
-    python benchmarks/bench_reward.py --record    # first plays what the record lacks; about an hour for all
+    python benchmarks/bench_reward.py             # pairs of programs that are rewarded in the wrong order; seconds
+    python benchmarks/bench_reward.py --record    # first plays the games missing in the record; about an hour for all
 
-Exit code 1 where more than 3% of the pairs are wrong.
-A milestone says when a new largest tile appeared.  Rewards at any target up to 65536 and any time limit follow from the
-milestones and the end of a game.  The programs are our own, so they run in this process, without a jail.
+Exits with code 1 if more than 3% of the pairs are wrong.
 
-One line of the record is one program on one size: `{"program", "size", "source", "games"}`, where `source` is a hash of
-the source and a game is `[board, [[exponent, move, CPU seconds], ...], [outcome, moves, CPU seconds]]`.  Boards from
-1000 on are for skill, boards from 2000 on for rewards.  The number of moves counts all calls that were answered.
+A milestone records when a new largest tile appeared.  The milestones and the end of a game determine its reward at any
+target up to 65536 and any time limit.  The programs are our own, so they run in this process, without a jail.
+
+One line of the record is one program on one size: `{"program", "size", "source", "games"}`.  `source` is a hash of the
+source, and a game is `[board, [[exponent, move, CPU seconds], ...], [outcome, moves, CPU seconds]]`.  Boards from 1000
+on are for skill, from 2000 on for rewards.  The number of moves counts all calls but timeouts.
 """
 
 from __future__ import annotations
@@ -40,37 +41,37 @@ from gpt_2048_rl import GameBoard, direction_of, key_table
 from tests.programs import PROGRAMS, RECORD, REWARD_BOARDS, SKILL_BOARDS, Game, wrongly_paid
 
 LAST_TILE = 65536
-IDLE_MOVES = 64  # in a row without a change: stuck
-CALL_SECONDS = 1.0  # of CPU time
+IDLE_MOVES = 64  # successive moves without a change that end a game as stuck
+CALL_SECONDS = 1.0  # CPU time limit of a call
 SIZES = (4, 6)
 TARGETS = (256, 1024, 4096, 16384, 65536)
-MOST_WRONG = 0.03  # share of the pairs
+MOST_WRONG = 0.03  # allowed share of wrong pairs
 
 
 @dataclass(frozen=True)
 class Args:
     """What to measure and to record."""
 
-    record: bool = False  # play the games that the record lacks
+    record: bool = False  # play the games that are missing in the record
     path: Path = RECORD  # the record
-    small_boards: int = 24  # of each kind on 4x4, for a program
-    boards: int = 4  # of each kind on 6x6
-    slow_boards: int = 2  # the same for slow programs
-    slow_ms: float = 0.5  # CPU time of a move on 6x6 from which a program is slow
-    slowest_boards: int = 1  # the same for the slowest programs
-    slowest_ms: float = 2.0  # from which it is one of the slowest
-    measured_moves: int = 200  # moves over which the CPU time is measured
-    only: tuple[str, ...] = ()  # names of programs; without any, all
+    small_boards: int = 24  # boards of each kind per program on 4x4
+    boards: int = 4  # boards of each kind per program on 6x6
+    slow_boards: int = 2  # the same, for slow programs
+    slow_ms: float = 0.5  # a program that needs more CPU time than this for a move on 6x6 is slow
+    slowest_boards: int = 1  # the same, for the slowest programs
+    slowest_ms: float = 2.0  # from here on it is one of the slowest
+    measured_moves: int = 200  # moves used to measure the CPU time
+    only: tuple[str, ...] = ()  # names of programs; default: all
 
 
 class CallTimeoutError(BaseException):
-    """A call needs more than CALL_SECONDS.  No Exception, so that no program catches it."""
+    """A call took more than CALL_SECONDS.  Not an Exception, so that no program catches it."""
 
 
 class Player:
-    """A program in a namespace of its own, and the CPU time of its calls.
+    """A program in its own namespace, and the CPU time of its calls.
 
-    The clock is the thread's: while ITIMER_VIRTUAL runs, Linux moves the clock of the process by ticks of 4 ms.
+    It uses the thread's clock, because Linux advances the process's clock in ticks of 4 ms while ITIMER_VIRTUAL runs.
     """
 
     def __init__(self, source: str) -> None:
@@ -78,10 +79,10 @@ class Player:
         exec(compile(source, "<strategy>", "exec", dont_inherit=True), namespace)
         self.strategy: Callable[[list[list[int]]], object] = namespace["strategy"]
         self.seconds = 0.0
-        self.start = math.inf  # of the call in progress
+        self.start = math.inf  # when the current call began
 
     def __call__(self, board: list[list[int]]) -> object:
-        """The program's answer.  Raises CallTimeoutError, or what the program raises."""
+        """The program's answer.  Raises CallTimeoutError or whatever the program raises."""
         self.start = time.thread_time()
         try:
             key = self.strategy(board)
@@ -95,7 +96,7 @@ class Player:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """In it, a call that does not return is ended; one timer for the whole game, so that calls cost no more."""
+        """Ends calls that do not return.  One timer serves the whole game, so calls cost nothing extra."""
 
         def look(number: int, frame: FrameType | None) -> None:
             if time.thread_time() - self.start > CALL_SECONDS:
@@ -111,12 +112,12 @@ class Player:
 
 
 def rounded(seconds: float) -> float:
-    """To four significant digits."""
+    """Round to four significant digits."""
     return float(f"{seconds:.4g}")
 
 
 def play(source: str, size: int, board: int, most_moves: float = math.inf) -> Game:
-    """One game; its outcome is "cut" after `most_moves`."""
+    """Play one game; after `most_moves` its outcome is "cut"."""
     random.seed(board)
     game, table, player = GameBoard(size, board, 2 * LAST_TILE), key_table(), Player(source)
     last, exponent = LAST_TILE.bit_length() - 1, max(game.flat())
@@ -148,7 +149,7 @@ def play(source: str, size: int, board: int, most_moves: float = math.inf) -> Ga
 
 
 def cost(source: str, moves: int) -> float:
-    """CPU milliseconds of a call on 6x6, over the first moves of one game or of several short ones."""
+    """CPU milliseconds per call on 6x6, over the first moves of one game or of several short ones."""
     calls, seconds = 0, 0.0
     for board in REWARD_BOARDS[:6]:
         if calls < moves:
@@ -163,13 +164,13 @@ def digest(source: str) -> str:
 
 
 def read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The record's lines by program and size; empty where there is none."""
+    """The record's lines by program and size; empty if there is no record."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return {(row["program"], row["size"]): row for row in rows}
 
 
 def write(path: Path, rows: Mapping[tuple[str, int], dict[str, Any]]) -> None:
-    """One line per program and size, in the order of PROGRAMS; at once, so that an end in between loses nothing."""
+    """Write one line per program and size, in the order of PROGRAMS.  The write is atomic."""
     order = [(name, size) for name in PROGRAMS for size in SIZES if (name, size) in rows]
     lines = (json.dumps(rows[pair], ensure_ascii=False, separators=(",", ":")) for pair in order)
     new = path.with_suffix(".new")
@@ -178,7 +179,7 @@ def write(path: Path, rows: Mapping[tuple[str, int], dict[str, Any]]) -> None:
 
 
 def boards_of(args: Args, size: int, milliseconds: float) -> int:
-    """How many boards of each kind a program plays that needs so much CPU time a move."""
+    """How many boards of each kind a program plays, by its CPU time per move."""
     if size == SIZES[0]:
         return args.small_boards
     if milliseconds > args.slowest_ms:
@@ -187,9 +188,9 @@ def boards_of(args: Args, size: int, milliseconds: float) -> int:
 
 
 def record(args: Args, costs: Mapping[str, float]) -> None:
-    """Play what is missing: 4x4 before 6x6, in rounds of one board of each kind, the slowest programs last.
+    """Play the missing games: 4x4 before 6x6, in rounds of one board of each kind, the slowest programs last.
 
-    After each round all programs have played the same boards, so a record that is cut short is of use.
+    After each round all programs have played the same boards, so an incomplete record is still useful.
     """
     rows = read(args.path)
     rounds = range(max(args.small_boards, args.boards, args.slow_boards, args.slowest_boards))
@@ -210,7 +211,7 @@ def record(args: Args, costs: Mapping[str, float]) -> None:
 
 
 def measure(args: Args) -> dict[str, float]:
-    """Print and return CPU milliseconds of a call for every program."""
+    """Print and return the CPU milliseconds per call of every program."""
     names = args.only or tuple(PROGRAMS)
     costs = {name: cost(PROGRAMS[name], args.measured_moves) for name in names}
     table = Table(title=f"CPU time on 6x6 over {args.measured_moves} moves")
@@ -223,7 +224,7 @@ def measure(args: Args) -> dict[str, float]:
 
 
 def main(args: Args) -> int:
-    """Record where that is wanted; then hold the rewards' order against the record."""
+    """Record games if asked to; then check the order of the rewards against the record."""
     if args.record:
         record(args, measure(args))
     table = Table(title=f"{len(PROGRAMS)} programs: pairs in which the worse one is paid as much")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Scoring strategies: the jailed players of `gpt_2048_rl.py` against the usual way inside of the trainer's process.
+"""Scoring strategies: the jailed players of `gpt_2048_rl.py` against the usual way in the trainer's process.
 
     python benchmarks/bench_scoring.py
 
 The usual way: exec the source, play on lists of lists, an alarm as time limit; one process, no protection.  Both sides
-score the same strategies on the same boards, in turns, several times over.  The ratio is that of wall times, so it
-wants an idle machine; the CPU times beside it (referee and player against the one process) mind other programs less.
-Exit code 1 where a target is missed.  A table, then one JSON line.
+score the same strategies on the same boards, several times in turns.  The ratio compares wall times, so it needs an
+idle machine.  The CPU times (referee and player against the one process) depend less on other programs.  Prints a table
+and one JSON line; exits with code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Args:
     target: int = 2048  # the tile that ends a game
     boards: int = 4  # per strategy
     strategies: int = 12  # per repetition and side
-    repetitions: int = 7  # of each side, in turns
-    rounds: int = 9  # of the counting loop in the slower strategy: its cost a call
-    workers: int | None = None  # of our pool; one per core by default
-    hostile: bool = True  # also time the hostile programs, which takes some minutes
+    repetitions: int = 7  # per side, in turns
+    rounds: int = 9  # of the counting loop in the slower strategy, which set its cost per call
+    workers: int | None = None  # of our pool; default: one per core
+    hostile: bool = True  # also time the hostile programs, some minutes
 
 
 def load(source: str) -> Strategy:
-    """The function of a source, in this process."""
+    """Load a strategy in this process."""
     namespace: dict[str, Strategy] = {}
     exec(source, namespace)
     return namespace["strategy"]
@@ -81,7 +81,7 @@ def out_of_time(*_: object) -> None:
 
 
 def score_in_process(source: str, seeds: range, args: Args) -> int:
-    """The usual way; how many moves were played."""
+    """Play the usual way.  Returns the number of moves."""
     directions = dict(zip(LAYOUTS["bepo"], DIRECTIONS, strict=True))
     signal.signal(signal.SIGALRM, out_of_time)
     strategy, steps = load(source), 0
@@ -98,7 +98,7 @@ def score_in_process(source: str, seeds: range, args: Args) -> int:
 
 
 def microseconds_a_call(source: str, args: Args) -> float:
-    """What the strategy itself costs: called on the boards of one game, with nothing else around it."""
+    """CPU time of the strategy alone, called on the boards of one game."""
     strategy, game, boards = load(source), GameBoard(args.size, 0, args.target), []
     while game.state() == "ongoing":
         boards.append(game.board())
@@ -113,7 +113,7 @@ def microseconds_a_call(source: str, args: Args) -> float:
 
 
 def hostile_times(args: Args) -> list[tuple[float, float, str]]:
-    """Of every hostile program: wall seconds of scoring it on its boards; those without CPU, a board; its name."""
+    """For every hostile program: wall seconds of scoring it, seconds without CPU use per board, its name."""
     times = []
     with Pool(1) as pool:
         for group in (RESOURCES, PROTOCOL, AHEAD, MEMORY, ASLEEP, LUCK):
@@ -143,7 +143,7 @@ print((started - start) * 1e3, statistics.median(times) * 1e3)
 
 
 def start_times() -> tuple[float, float, float]:
-    """Milliseconds: a zygote; a player from fork over jail and loading to its end; a worker with all that it needs."""
+    """Milliseconds to start a zygote; a player's whole life (fork, jail, load, reply, end); a pool of one worker."""
     command = [sys.executable, "-P", "-s", "-S", "-c", START, str(ROOT)]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(5)]
     workers = []
@@ -161,12 +161,12 @@ def workers_cpu(pool: Pool) -> float:
 
 
 def compare(source: str, args: Args, pool: Pool) -> dict[str, Any]:
-    """Both sides in turns, in strategies a second; and our wall time against the calls alone on as many cores."""
+    """Both sides in turns: strategies per second, CPU time, and the share of the calls alone in our wall time."""
     seeds, rates, shares = range(args.boards), dict[str, list[float]](ours=[], usual=[]), []
-    cpu: list[list[float]] = [[], []]  # milliseconds a strategy, ours and the usual way's
+    cpu: list[list[float]] = [[], []]  # milliseconds per strategy: ours, the usual way
     cost = microseconds_a_call(source, args)
     for repetition in range(args.repetitions):
-        sources = [f"{source}# {repetition} {i}\n" for i in range(args.strategies)]  # equal ones are scored once
+        sources = [f"{source}# {repetition} {i}\n" for i in range(args.strategies)]  # equal ones would be scored once
         start, referees = time.perf_counter(), workers_cpu(pool)
         results = execute_strategies(sources, seeds, args.size, args.target, pool=pool)
         ours = time.perf_counter() - start
@@ -201,7 +201,7 @@ def main(args: Args) -> int:
     outcome: dict[str, Any] = {"args": asdict(args), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}
     tables, missed = [], False
     with Pool(args.workers) as pool:
-        execute_strategies([RANDOM], range(args.boards), args.size, args.target, pool=pool)  # memos fill up
+        execute_strategies([RANDOM], range(args.boards), args.size, args.target, pool=pool)  # fills the caches
         for name, (source, target) in STRATEGIES.items():
             figures = compare(source.replace("{rounds}", str(args.rounds)), args, pool)
             outcome[name] = {**figures, "target": target}

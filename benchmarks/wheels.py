@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What bench_gpu.py needs beside PyTorch and transformers, as wheels for a GPU machine that no network reaches.
+"""Wheels of what bench_gpu.py needs beside PyTorch and transformers, for a GPU machine without network.
 
     python benchmarks/wheels.py wheels --python 3.12                       # here
     python -m pip install --no-index --no-deps --target site wheels/*.whl  # there
     PYTHONPATH=site python benchmarks/bench_gpu.py
 
-Versions are those of pyproject.toml.  Left out are unsloth's web interface and what bitsandbytes has for anything but
-CUDA 13: 11 of 74 MiB remain.
+Versions are those of pyproject.toml.  Unsloth's web interface and bitsandbytes' libraries for anything but CUDA 13 are
+left out, which leaves 11 of 74 MiB.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("unsloth", "unsloth_zoo", "trl", "peft", "datasets", "bitsandbytes", "tyro", "rich")
-THEIR_NEEDS = ("dill", "multiprocess", "docstring-parser", "typeguard")  # whatever version pip finds
+THEIR_NEEDS = ("dill", "multiprocess", "docstring-parser", "typeguard")  # their dependencies, in any version
 LEFT_OUT = re.compile(r"studio/|bitsandbytes/libbitsandbytes_(?!cuda130)")
 
 
 @dataclass(frozen=True)
 class Args:
-    """Where to, and for what."""
+    """Where to write the wheels, and for which machine."""
 
     folder: tyro.conf.Positional[Path]
-    python: str = "{}.{}".format(*sys.version_info)  # of the other machine
+    python: str = "{}.{}".format(*sys.version_info)  # Python version of the other machine
     machine: str = platform.machine()
 
 
 def pinned() -> list[str]:
-    """The requirements of NAMES, as pyproject.toml has them."""
+    """The requirements of NAMES, as pinned in pyproject.toml."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     return [line for group in groups.values() for line in group if re.split("[=<>!]", line)[0] in NAMES]
 
 
 def strip(wheel: Path) -> None:
-    """Write a wheel again without what LEFT_OUT names, in its record neither."""
+    """Rewrite a wheel, and its record, without the files that match LEFT_OUT."""
     smaller = wheel.with_suffix(".smaller")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
         for info in old.infolist():
@@ -59,14 +59,14 @@ def strip(wheel: Path) -> None:
 
 
 def main(args: Args) -> int:
-    """Download, strip, and say how large it is."""
+    """Download and strip the wheels, and print their size."""
     platforms = [f"--platform=manylinux_2_{minor}_{args.machine}" for minor in (17, 24, 27, 28)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", args.folder,
          "--python-version", args.python, "--implementation", "cp", *platforms, *pinned(), *THEIR_NEEDS], check=False,
     )  # fmt: skip
     if done.returncode:
-        return 2  # pip has said why
+        return 2  # pip has printed the reason
     wheels = sorted(args.folder.glob("*.whl"))
     for wheel in wheels:
         strip(wheel)

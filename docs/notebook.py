@@ -9,11 +9,11 @@
 # %% [markdown]
 # # A language model learns to write programs that play 2048
 #
-# This notebook shows `gpt_2048_rl.py` at work: the game, the jail that strategies run in, their rewards, a training.
-# Without a GPU it trains an embedded model of 1 M parameters, in some minutes on two CPU cores; with one,
-# `unsloth/gpt-oss-20b` in 4 bits. All numbers and programs below were made by running it from top to bottom.
+# This notebook shows `gpt_2048_rl.py` at work: the game, the jail for strategies, their rewards, and a training run.
+# Without a GPU it trains an embedded model with 1 M parameters, in some minutes on two CPU cores. With a GPU it trains
+# `unsloth/gpt-oss-20b` in 4 bits. All numbers and programs below come from running it from top to bottom.
 #
-# In Colab, clone the repository or upload its files first, then run `!./setup.sh --here` once and restart the runtime.
+# In Colab, clone the repository or upload its files first. Then run `!./setup.sh --here` once and restart the runtime.
 
 # %%
 import os
@@ -26,11 +26,11 @@ from rich.console import Console
 import gpt_2048_rl as program
 import records
 
-warnings.filterwarnings("ignore", "IProgress")  # bars are text where there are no widgets
+warnings.filterwarnings("ignore", "IProgress")  # without widgets, progress bars are text
 
 # %% [markdown]
 # ## The game
-# A 6x6 board. A move slides all tiles; equal ones merge; then a 2 (or, one time in ten, a 4) appears.
+# A 6x6 board. A move slides all tiles, equal tiles merge, and then a 2 appears (or, one time in ten, a 4).
 
 # %%
 game = program.GameBoard(6, seed=3)
@@ -39,10 +39,10 @@ for turn in range(200):
 program.board_picture([tile for row in game.board() for tile in row], cell=48)
 
 # %% [markdown]
-# ## A strategy, and what it is worth
-# A strategy is a function of the board that returns one key. It runs in a process of its own, which can neither open a
-# file nor reach the network, and the board is kept elsewhere. So endless loops, cheats and crashes end a game and
-# nothing else.
+# ## Strategies and their rewards
+# A strategy is a function of the board that returns one key. It runs in its own process, which can neither open a file
+# nor reach the network, and the board is kept in another process. So endless loops, cheats and crashes end only their
+# own game.
 
 # %%
 STRATEGIES = {
@@ -60,7 +60,7 @@ for name, source in STRATEGIES.items():
 display(Markdown("\n".join(rows)))
 
 # %% [markdown]
-# Random keys reach 2048 on a 6x6 board nearly always. So "it reaches 2048" says little: results have to be held against
+# Random keys nearly always reach 2048 on a 6x6 board. So reaching 2048 says little: results need a comparison with
 # random play, and the target has to climb.
 #
 # ## The prompt
@@ -70,9 +70,9 @@ print(program.build_prompt(6, 2048))
 
 # %% [markdown]
 # ## Training
-# Each step, a group of programs is sampled for the same boards. Those that did better than the group's mean become more
-# likely. A line a step says whether there is anything to learn from. If you stop it, run the cell again: it goes on
-# from the last checkpoint. A finished run is not trained again, unless you remove its folder.
+# Each step samples a group of programs for the same boards. Programs better than the group's mean become more likely.
+# Every step prints a line that shows whether there is anything to learn from. If you stop the cell, run it again: it
+# continues from the last checkpoint. A finished run is not repeated unless you remove its folder.
 
 # %%
 config = program.parse_arguments(["--run-name", "notebook", *os.environ.get("NOTEBOOK_FLAGS", "").split()])
@@ -81,8 +81,8 @@ if not (folder / "result.json").exists():
     program.train(config, Console(force_jupyter=False, force_terminal=False, width=140))
 
 # %% [markdown]
-# ## What came of it
-# The first picture is what the optimizer sees, the other two are what we want: programs that work, and tiles that grow.
+# ## Results
+# The first picture is what the optimizer sees. The other two are what we want: programs that work and tiles that grow.
 
 # %%
 run = records.read_run(folder)
@@ -107,8 +107,8 @@ rows += [f"| {name} | {score.won:.0%} ({score.low:.0%} to {score.high:.0%}) | {s
 display(Markdown("\n".join(rows)))
 
 # %% [markdown]
-# ## How its programs changed
-# The program in the middle of the first step and of the last, by reward.
+# ## How the programs changed
+# The program with the median reward of the first step and of the last.
 
 # %%
 for number in (min(run.steps), max(run.steps)):
@@ -117,14 +117,14 @@ for number in (min(run.steps), max(run.steps)):
     display(Markdown(f"**Step {number}**: {middle}\n```python\n{middle.source}\n```"))
 
 # %% [markdown]
-# ## The best program, and how its best game ended
+# ## The best program, and the end of its best game
 
 # %%
 display(Markdown(f"```python\n{run.best}\n```"))
 program.board_picture(run.game["end"], cell=48)
 
 # %% [markdown]
-# `report.html` in the run's folder has more, and a board that plays this game back move by move.
+# `report.html` in the run's folder has more, and a board that replays this game move by move.
 
 # %%
 print(folder / "report.html")

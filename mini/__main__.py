@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str]) -> Config:
 
 
 def spelled_out(argv: list[str]) -> list[str]:
-    """Options by their own names instead of their aliases."""
+    """Replace aliases of options by the options' own names."""
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
@@ -63,7 +63,7 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 
 def run(config: Config) -> dict[str, Any] | None:
-    """Carry a command out."""
+    """Run a command.  Returns what --json prints."""
     if isinstance(config, DataConfig):
         from mini.chess_data import write_data
 
@@ -86,7 +86,7 @@ def run(config: Config) -> dict[str, Any] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 2 for what the user can mend (one line says what); 130 for Ctrl-C."""
+    """Returns the exit code: 0; 2 for an error that the user can fix (printed as one line); 130 for Ctrl-C."""
     try:
         config = parse_arguments(list(sys.argv[1:] if argv is None else argv))
         as_json = getattr(config, "json", False)

@@ -1,9 +1,9 @@
-"""Chess as text: the two kinds of lines, made by self-play and by stockfish, or read from a file.
+"""Chess as text: two kinds of lines, from self-play, from stockfish or from a file.
 
     P: FEN M: up to five moves E: their evals B: the best      policy: what to play (evals in pawns, for the mover)
     A: FEN+move+history+new FEN+reward+terminated+truncated    environment: what a move does
 
-Prompt and answer of an A line part after the history's `+`, those of a P line before `M:`.
+The answer of an A line starts after the history's `+`, that of a P line at `M:`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mini.config import DataConfig, UsageError
 from mini.files import write_whole
 
 Task = Literal["P", "A"]
-SHIPPED = Path(__file__).with_name("positions.txt")  # P lines of stockfish 15.1, depth 8
-HISTORY = 10  # moves in an A line at most, its own included
+SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
+HISTORY = 10  # at most this many moves in an A line, including its own
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
 MATE_EVAL = 99.99  # pawns
 
 
 @dataclass(frozen=True)
 class Example:
-    """A document: what is asked, and the right answer."""
+    """A document: a prompt and the right answer."""
 
     task: Task
     prompt: str
@@ -45,7 +45,7 @@ class Example:
 
 
 def parse_line(line: str) -> Example | None:
-    """A line of a corpus; one without a prefix is an A line.  None where it is neither."""
+    """Parse a corpus line; without a prefix it is an A line.  None if it is neither kind."""
     line = line.replace("<|endoftext|>", "").strip()
     if line.startswith("P:"):
         prompt, moves, answer = line.partition("M:")
@@ -57,21 +57,21 @@ def parse_line(line: str) -> Example | None:
 
 
 def environment_line(board: chess.Board, move: chess.Move, history: list[str]) -> str:
-    """The A line of a move, which is played on the board if it is legal; `history` is of the moves before."""
+    """The A line of a move.  A legal move is also played on the board; `history` holds the moves before it."""
     before = board.fen()
     reward, terminated, truncated = ONGOING, 0, 0
     if move not in board.legal_moves:
         reward, truncated = ILLEGAL, 1
     else:
         board.push(move)
-        if outcome := board.outcome():  # mate, and the draws that no player has to claim
+        if outcome := board.outcome():  # mate, and draws that no player has to claim
             reward, terminated = (DRAW if outcome.winner is None else MATE), 1
     moves = " ".join([*history, move.uci()][-HISTORY:])
     return f"A: {before}+{move.uci()}+{moves}+{board.fen()}+{reward}+{terminated}+{truncated}"
 
 
 def policy_line(fen: str, moves: list[str], evals: list[float], best: str) -> str:
-    """A P line, padded as the published corpus is."""
+    """A P line, padded as in the published corpus."""
     numbers = " ".join(f"{value:.2f}" for value in evals)
     return f"P: {fen:90}M: {' '.join(moves):30}E: {numbers:40}B: {best}"
 
@@ -81,8 +81,7 @@ def policy_line(fen: str, moves: list[str], evals: list[float], best: str) -> st
 
 
 def choose_move(board: chess.Board, rng: random.Random) -> chess.Move:
-    """At random, with many checks and captures, and castling and en passant where they can be had: else all that is
-    rare hardly occurs."""
+    """A random move that favours checks, captures, castling and en passant, because these hardly occur otherwise."""
     moves = list(board.legal_moves)
     rare = [move for move in moves if board.is_castling(move) or board.is_en_passant(move)]
     if rare and rng.random() < 0.5:
@@ -95,7 +94,7 @@ def choose_move(board: chess.Board, rng: random.Random) -> chess.Move:
 
 
 def illegal_move(board: chess.Board, rng: random.Random) -> chess.Move:
-    """A move of one of the mover's pieces that the rules forbid."""
+    """A forbidden move of one of the mover's pieces."""
     own = list(chess.SquareSet(board.occupied_co[board.turn]))
     while True:
         move = chess.Move(rng.choice(own), rng.randrange(64))
@@ -104,7 +103,7 @@ def illegal_move(board: chess.Board, rng: random.Random) -> chess.Move:
 
 
 def self_play(rng: random.Random) -> Iterator[str]:
-    """A lines, game after game, without end."""
+    """An endless stream of A lines, game after game."""
     while True:
         board, history = chess.Board(), list[str]()
         while not board.is_game_over() and board.fullmove_number < 150:
@@ -121,7 +120,7 @@ def self_play(rng: random.Random) -> Iterator[str]:
 
 
 def find_stockfish(path: Path | None) -> str | None:
-    """The program, or None where none is installed.  Raises UsageError for a path that leads nowhere."""
+    """The program, or None if none is installed.  Raises UsageError for a path that does not exist."""
     if path is not None and not path.is_file():
         raise UsageError(f"--stockfish {path} is no file")
     return str(path) if path else shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
@@ -130,30 +129,30 @@ def find_stockfish(path: Path | None) -> str | None:
 def analyse(engine: chess.engine.SimpleEngine, fen: str, depth: int, multipv: int, rng: random.Random) -> str:
     """The P line of a position."""
     board = chess.Board(fen)
-    # A game of its own clears the hash, so that the line does not depend on the lines before.
+    # A new game object clears the engine's hash, so a line does not depend on the lines before it.
     lines = engine.analyse(board, chess.engine.Limit(depth=depth), multipv=multipv, game=object())
     moves, evals = list[str](), list[float]()
     for line in lines:
         score = line["score"].pov(board.turn)
         pawns = (score.score() or 0) / 100
-        if (mate := score.mate()) is not None:  # mate 0 would be a position whose mover is mated: it has no moves
+        if (mate := score.mate()) is not None:  # mate 0 cannot occur: a mated mover has no moves
             pawns = MATE_EVAL if mate > 0 else -MATE_EVAL
         moves.append(line["pv"][0].uci())
         evals.append(max(-MATE_EVAL, min(MATE_EVAL, pawns)))
     order = rng.sample(range(len(moves)), len(moves))
-    # The engine's first line is the best move of the side to move, whichever it is.
+    # The engine's first line is the best move for the side to move, White or Black.
     return policy_line(fen, [moves[i] for i in order], [evals[i] for i in order], moves[0])
 
 
 def positions(rng: random.Random) -> Iterator[str]:
-    """FENs out of self-play, few enough of a game to be unlike each other."""
+    """FENs from self-play, few per game so that they differ."""
     for line in self_play(rng):
         if rng.random() < 0.1:
             yield line.removeprefix("A: ").partition("+")[0]
 
 
 def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
-    """P lines, one position each."""
+    """P lines, one per position."""
     rng = random.Random(f"positions {config.seed}")
     try:
         with chess.engine.SimpleEngine.popen_uci(program) as engine:
@@ -169,7 +168,7 @@ def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
 
 
 def shipped_lines() -> list[str]:
-    """P lines that come with the package."""
+    """The P lines shipped with the package."""
     try:
         return SHIPPED.read_text().splitlines()
     except OSError as error:
@@ -177,7 +176,7 @@ def shipped_lines() -> list[str]:
 
 
 def read_corpus(path: Path, limit: int) -> list[Example]:
-    """The P and A lines among a file's first lines."""
+    """The P and A lines among the first `limit` lines of a file."""
     try:
         with path.open(encoding="utf-8") as file:
             examples = [parse_line(line) for line in islice(file, limit) if line.strip()]
@@ -189,7 +188,7 @@ def read_corpus(path: Path, limit: int) -> list[Example]:
 
 
 def mirrored(example: Example) -> Example:
-    """The same P line with the colours exchanged: its evals are the mover's, so they stay."""
+    """The same P line with colours exchanged.  Evals are from the mover's side, so they stay."""
 
     def flipped(moves: str) -> str:
         return re.sub(r"([a-h])([1-8])", lambda square: square[1] + str(9 - int(square[2])), moves)
@@ -199,9 +198,9 @@ def mirrored(example: Example) -> Example:
 
 
 def ordered(example: Example) -> Example:
-    """The same P line with its moves in the order of their names.
+    """The same P line with its moves sorted by name.
 
-    Their order means nothing to the judge.  Shuffled, five moves have 120 spellings, all of which a model has to learn.
+    The judge ignores their order.  Shuffled, five moves have 120 spellings, and a model has to learn all of them.
     """
     moves, evals, best = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
     pairs = sorted(zip(moves, evals, strict=True))
@@ -210,7 +209,7 @@ def ordered(example: Example) -> Example:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write a text file, whole or not at all.  Returns the number of lines."""
+    """Write a text file atomically.  Returns the number of lines."""
     made = list(lines)
     write_whole(path, methodcaller("write", "".join(f"{line}\n" for line in made).encode()))
     return len(made)

@@ -1,8 +1,8 @@
-"""What an answer to a chess prompt is worth.
+"""The reward of an answer to a chess prompt.
 
-An answer is judged once, against the right one, by a strict grammar and then field by field; rewards and reports only
-read the verdict.  Where this is stricter than the original: fields are expected in their order with nothing around
-them, repeated moves are no candidates, and nothing below a fully exact answer gets 1.0.
+An answer is judged once against the right one: first by a strict grammar, then field by field.  Rewards and reports
+only read the verdict.  This is stricter than the original: fields must be in order with nothing around them, repeated
+moves break the grammar, and only a fully exact answer gets 1.0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Shaping = Literal["graduated", "linear", "binary"]
 FORMAT = {"P": 2.0, "A": 4.0}  # weight of the grammar
 WEIGHTS = {"P": {"best": 4.0, "candidates": 1.5, "evals": 1.0}, "A": {"fen": 3.0, "flags": 2.0, "reward": 1.0}}
 INVALID = -0.3  # reward of an answer that breaks the grammar
-LADDER = ((0.4, 0.2), (0.6, 0.4), (0.8, 0.6), (0.95, 0.8))  # raw below -> reward
-EVALS_EXACT = 0.95  # from here on the evals count as exact
+LADDER = ((0.4, 0.2), (0.6, 0.4), (0.8, 0.6), (0.95, 0.8))  # raw score below -> reward
+EVALS_EXACT = 0.95  # evals with this score or more count as exact
 REWARD_TOLERANCE = 0.01
 
 MOVE = r"[a-h][1-8][a-h][1-8][qrbn]?"
@@ -30,11 +30,11 @@ A_GRAMMAR = re.compile(rf"([^+\n]+)\+({NUMBER})\+([01])\+([01])")
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer, held against the right one."""
+    """The judgement of an answer against the right one."""
 
     task: Task
-    valid: bool  # keeps to the grammar
-    scores: dict[str, float]  # of each field, 0 to 1; empty if not valid
+    valid: bool  # matches the grammar
+    scores: dict[str, float]  # per field, 0 to 1; empty if not valid
 
     @property
     def raw(self) -> float:
@@ -47,13 +47,13 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        """Every field is right; evals may be off by a little."""
+        """Whether every field is right; evals may be slightly off."""
         return self.valid and all(score >= (EVALS_EXACT if name == "evals" else 1.0)
                                   for name, score in self.scores.items())  # fmt: skip
 
 
 def judge(task: Task, answer: str, truth: str) -> Verdict:
-    """Raises ValueError where the truth itself breaks the grammar."""
+    """Judge an answer.  Raises ValueError if the truth itself breaks the grammar."""
     scores = {"P": judge_policy, "A": judge_environment}[task](answer.strip(), truth.strip())
     return Verdict(task, scores is not None, scores or {})
 
@@ -76,7 +76,7 @@ def shaped(verdict: Verdict, shaping: Shaping = "graduated") -> float:
 
 
 def parse_policy(answer: str) -> tuple[dict[str, float], str] | None:
-    """Each candidate's eval, and the best move; None if the grammar is broken."""
+    """Each candidate's eval, and the best move; None if the answer breaks the grammar."""
     parts = P_GRAMMAR.fullmatch(answer)
     if not parts:
         return None
@@ -104,7 +104,7 @@ def judge_policy(answer: str, truth: str) -> dict[str, float] | None:
 
 
 def levenshtein(a: str, b: str) -> int:
-    """The fewest single characters to insert, delete or replace."""
+    """The smallest number of single characters to insert, delete or replace."""
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         row = [i]
@@ -115,7 +115,7 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def similarity(a: str, b: str) -> float:
-    """1 for equal texts, 0 for texts with nothing in common."""
+    """From 0 for texts with nothing in common to 1 for equal texts."""
     return 1 - levenshtein(a, b) / max(len(a), len(b)) if a != b else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Chess, learnt: the corpus, the task that GRPO sees, the held-out report, and the commands chess, eval and sample."""
+"""The chess task: corpus, prompts and rewards for GRPO, held-out report, and the commands chess, eval and sample."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ TASKS: tuple[Task, ...] = ("P", "A")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by task, those to train on and those held out."""
+    """Documents by task: training and held-out."""
 
     train: dict[Task, list[Example]]
     held_out: dict[Task, list[Example]]
 
 
 def build_corpus(config: Options, tokens: Tokens) -> Corpus:
-    """The held-out documents depend on the data alone, never on --seed; no prompt of theirs is trained on."""
+    """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
     if config.data:
         examples = usable(data.read_corpus(config.data, config.data_lines), tokens)
         random.Random("held out").shuffle(examples)
@@ -72,7 +72,7 @@ def build_corpus(config: Options, tokens: Tokens) -> Corpus:
 
 
 def usable(examples: list[Example], tokens: Tokens) -> list[Example]:
-    """Those that keep to the grammar and can be written in these tokens; says how many do not."""
+    """The examples that match the grammar and can be encoded; prints how many are left out."""
     kept = []
     for example in examples:
         try:
@@ -89,32 +89,32 @@ def usable(examples: list[Example], tokens: Tokens) -> list[Example]:
 
 
 class ChessTask:
-    """Prompts of both tasks in turns, and their rewards."""
+    """Prompts of both tasks, and their rewards."""
 
     def __init__(self, tokens: Tokens, config: Options) -> None:
         self.config, self.tokens, self.end, self.shaping = config, tokens, tokens.end, config.reward_shaping
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Made when it is first needed: a sample of a finished model needs none."""
+        """Built when first needed, because sampling a finished model needs none."""
         return build_corpus(self.config, self.tokens)
 
     def draw(self, rng: random.Random, count: int, p_share: float = 0.5) -> list[Example]:
-        """Training documents, this share of them P, rounded up or down at random."""
+        """Draw training documents; the number of P documents is rounded up or down at random."""
         p_count = int(count * p_share + rng.random())
         return [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
 
     def prompt_ids(self, item: Example) -> list[int]:
-        """A document begins behind an end token, as in GPT-2's own training."""
+        """The prompt after an end token, as documents begin in GPT-2's own training."""
         return [self.end, *self.tokens.encode(item.prompt)]
 
     def answer_ids(self, item: Example) -> list[int]:
-        """The right answer and its end."""
+        """The right answer and the end token."""
         blank = " " if item.task == "P" else ""
         return [*self.tokens.encode(blank + item.answer), self.end]
 
     def judge(self, item: Example, completion: list[int]) -> Verdict:
-        """A completion, held against the right answer."""
+        """Judge a completion against the right answer."""
         return judge(item.task, self.tokens.decode(completion), item.answer)
 
     def rewards(self, items: Sequence[Example], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
@@ -136,7 +136,7 @@ class ChessTask:
 
 
 def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | None]:
-    """Means over held-out prompts; None where none of them asks for it.  An invalid answer has similarity 0."""
+    """Means over held-out prompts; None where no prompt applies.  An invalid answer has similarity 0."""
 
     def mean(values: list[float]) -> float | None:
         return sum(values) / len(values) if values else None
@@ -152,7 +152,7 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
 
 
 def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> dict[str, Any]:
-    """One sampled answer to each held-out prompt, by the same draws of random numbers every time."""
+    """One sampled answer per held-out prompt, with the same random numbers every time."""
     generator = torch.Generator().manual_seed(0)
     verdicts = []
     for name in TASKS:
@@ -183,7 +183,7 @@ def table(columns: dict[str, dict[str, Any]]) -> str:
 
 
 def prepare(config: Options) -> tuple[GPT, ChessTask, Sampling]:
-    """A model before its warm start, its task, and how it samples."""
+    """The model before its warm start, the task, and the sampling options."""
     tokens: Tokens = load_tokens(config.init) if config.init else ChessTokens()
     torch.manual_seed(config.seed)
     model = load_model(config.init) if config.init else GPT(EMBEDDED)
@@ -194,7 +194,7 @@ def prepare(config: Options) -> tuple[GPT, ChessTask, Sampling]:
 
 
 def warm_start(model: GPT, task: ChessTask, config: Options) -> None:
-    """Supervised steps before all else, if there are to be any."""
+    """Supervised steps before GRPO, if any are configured."""
     steps = config.warm_steps if config.warm_steps is not None else 0 if config.init else defaults.EMBEDDED_WARM_STEPS
     rng = random.Random(f"warm start {config.seed}")
     supervised(model, task, lambda count: task.draw(rng, count, config.warm_p_share), config.warm_batch,
@@ -202,7 +202,7 @@ def warm_start(model: GPT, task: ChessTask, config: Options) -> None:
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
-    """Warm start, GRPO, as much time of supervised training from the same start, and reports on all three."""
+    """Warm start, GRPO, supervised training from the same start for the same time; reports on all three."""
     began = time.perf_counter()
     folder = open_run(config)
     model, task, sampling = prepare(config)
@@ -238,7 +238,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
 
 
 def eval_command(config: EvalConfig) -> dict[str, Any]:
-    """A model's report."""
+    """Evaluate a model."""
     began = time.perf_counter()
     model, task, sampling = prepare(config)
     warm_start(model, task, config)
@@ -248,7 +248,7 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
 
 
 def right_answer(prompt: str) -> str | None:
-    """What python-chess says to an A prompt; None for a P prompt.  Raises UsageError for what is neither."""
+    """The answer of python-chess to an A prompt; None for a P prompt.  Raises UsageError for anything else."""
     try:
         if prompt.startswith("P:"):
             chess.Board(prompt[2:].strip())
@@ -264,7 +264,7 @@ def right_answer(prompt: str) -> str | None:
 
 
 def sample_command(config: SampleConfig) -> None:
-    """Completions of one prompt, and how they are judged."""
+    """Print completions of one prompt with their verdicts."""
     prompt = config.prompt.strip()
     truth = right_answer(prompt)
     model, task, sampling = prepare(config)

@@ -1,6 +1,6 @@
-"""A text learnt by filling gaps: a masked language model (BERT, 2018), sampled as in MaskGIT (2022).
+"""Learning a text by filling in masked tokens: a masked language model (BERT, 2018), sampled as in MaskGIT (2022).
 
-The last id of the vocabulary is the mask.  The model sees both sides of a gap, and is never asked to say the mask.
+The last id of the vocabulary is the mask.  The model sees both sides of a gap and never predicts the mask itself.
 
     N windows    T tokens    V vocabulary, without the mask
 """
@@ -21,20 +21,20 @@ from mini.train import Learner
 
 
 def fill(model: GPT, ids: Tensor, at: Any = ...) -> Tensor:
-    """ids (N, T) with gaps -> log-probabilities of what stands at each place (N, T, V), or at those of an index."""
+    """Masked ids (N, T) -> log-probabilities (N, T, V) of the token at each position, or only at the positions `at`."""
     hidden = model(ids, torch.ones_like(ids, dtype=torch.bool), causal=False)
     return model.logits(hidden[at])[..., :-1].log_softmax(-1)
 
 
 def hide(model: GPT, text: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The text with gaps, and where they are: (N, T) each.  There is at least one."""
+    """Mask a random share of the text.  Returns ids and mask, (N, T) each, with at least one gap."""
     hidden = torch.rand(text.shape, generator=generator) < share
     hidden[0, 0] |= ~hidden.any()
     return text.masked_fill(hidden, model.config.vocab_size - 1), hidden
 
 
 def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
-    """Cross-entropy of the gaps alone, in windows (N, T)."""
+    """One update on the cross-entropy of the masked tokens in windows (N, T)."""
     ids, hidden = hide(learner.model, text, config.mask_share, learner.generator)
     loss = F.nll_loss(fill(learner.model, ids, hidden), text[hidden])
     learner.tokens += text.numel()
@@ -43,9 +43,9 @@ def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str
 
 @torch.no_grad()
 def left_to_right(model: GPT, text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """What a denoiser gives for the next token when all after it is hidden: log-probabilities (N, V), right ids (N,).
+    """A denoiser as next-token predictor, with everything after it masked: log-probabilities (N, V), right ids (N,).
 
-    One random place of each window (N, T), its first token excepted, which the other algorithms are given too.
+    One random position per window (N, T), never the first token, which the other algorithms are given as well.
     """
     at = torch.randint(1, text.shape[1], (len(text), 1), generator=generator)  # (N, 1)
     ids = text.masked_fill(torch.arange(text.shape[1]) >= at, model.config.vocab_size - 1)
@@ -54,7 +54,7 @@ def left_to_right(model: GPT, text: Tensor, generator: torch.Generator) -> tuple
 
 @torch.no_grad()
 def unmask(model: GPT, N: int, T: int, steps: int, generator: torch.Generator) -> Tensor:
-    """(N, T) from gaps alone: in each step all are filled, and a growing share stays, the surest first."""
+    """Generate (N, T) from masks alone: each step fills all gaps and keeps a growing share, the surest first."""
     mask_id = model.config.vocab_size - 1
     ids = torch.full((N, T), mask_id)
     for step in range(1, steps + 1):

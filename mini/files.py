@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written under another name, flushed to the disk, then renamed."""
+"""Atomic writes: a file is written under another name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mini.config import UsageError
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Have a file written by a function that is handed it open.  Raises UsageError where that cannot be done."""
+    """Write a file atomically; `write` gets it open.  Raises UsageError if it cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,7 +20,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)  # the new name is on the disk when the folder is
+        folder = os.open(path.parent, os.O_RDONLY)  # the rename is durable once the folder is flushed
         try:
             os.fsync(folder)
         finally:

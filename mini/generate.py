@@ -1,4 +1,4 @@
-"""Sampling: the prompts are read once, then every completion of every prompt grows by one token at a time.
+"""Sampling: each prompt is read once, then all completions of all prompts grow one token at a time.
 
 B prompts    K completions of each    S tokens of a padded prompt    T tokens of a padded completion    V vocabulary
 """
@@ -20,14 +20,14 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 1.0  # 0: the likeliest
-    top_k: int = 0  # among the k likeliest; 0: all
-    top_p: float = 1.0  # of these, among the fewest that have this probability together
+    top_k: int = 0  # sample among the k likeliest; 0: all
+    top_p: float = 1.0  # of these, sample among the fewest with this total probability
     max_new_tokens: int = 144
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Prompts padded on the left, completions on the right.  Masks are True where there is a token, the end's too."""
+    """Prompts padded on the left, completions on the right.  Masks are True for tokens, including the end token."""
 
     prompt_ids: Tensor  # (B, S)
     prompt_mask: Tensor  # (B, S)
@@ -45,7 +45,7 @@ class Completions:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask (B, S): the prompts end together, so that their completions begin together."""
+    """Ids and mask (B, S): all prompts end in the same column, so all completions begin in the same one."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -53,10 +53,10 @@ def left_pad(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
 
 
 def policy_log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """(..., V): log-probabilities of the policy.
+    """Log-probabilities of the policy: (..., V) -> (..., V).
 
     The temperature is part of the policy, in sampling and in training.  Top-k and top-p are not: after an update they
-    could leave out a token that was sampled, and its log-probability would be minus infinity.
+    could exclude a token that was sampled, and its log-probability would be minus infinity.
     """
     return torch.log_softmax(logits / (temperature or 1.0), -1)
 
@@ -70,7 +70,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
         kept = min(sampling.top_k or logits.shape[1], logits.shape[1])
         best, order = log_probs.topk(kept)  # (N, kept), likeliest first
         probs = best.softmax(1)
-        likelier = probs.cumsum(1) - probs  # 0 for the likeliest, which therefore always stays
+        likelier = probs.cumsum(1) - probs  # 0 for the likeliest token, so it is always kept
         probs = probs.masked_fill(likelier >= sampling.top_p, 0)
         token = order.gather(1, torch.multinomial(probs, 1, generator=generator))  # (N, 1)
     return token[:, 0], log_probs.gather(1, token)[:, 0]
@@ -85,7 +85,7 @@ def generate(
     end: int,
     generator: torch.Generator | None = None,
 ) -> Completions:
-    """K completions of each prompt.  A row ends at its end token; a prompt whose rows have all ended costs no more."""
+    """K completions of each prompt.  A row ends at its end token; a prompt leaves the batch when all its rows have."""
     prompt_ids, prompt_mask = left_pad(prompts, end)
     B, S = prompt_ids.shape
     room = sampling.max_new_tokens

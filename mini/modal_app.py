@@ -1,12 +1,12 @@
-"""The text runs in the cloud, on Modal, by the same options as here.  From the project's folder:
+"""Text runs in the cloud, on Modal, with the same options as here.  From the project's folder:
 
     modal run -m mini.modal_app --algo grpo --iters 2000
     modal volume put mini-outputs input.txt
     modal run --detach -m mini.modal_app --algo ppo --data /outputs/input.txt
-    modal volume get mini-outputs mini-text-TIME        what a run wrote
+    modal volume get mini-outputs mini-text-TIME        download a run's folder
 
-The account is that of Modal's own client.  With --track wandb its key comes from a Modal secret named wandb, that has
-WANDB_API_KEY (modal secret create wandb ...); nothing else is secret, and no key passes through these files.
+Modal's own client holds the account.  With --track wandb, wandb's key comes from a Modal secret named wandb that holds
+WANDB_API_KEY (modal secret create wandb ...).  Nothing else is secret, and no key passes through these files.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import modal
 
-HOME = Path("/")  # where a run's outputs/ are: on the volume
+HOME = Path("/")  # the parent of outputs/, which is the volume
 NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "chess", "tiktoken", "wandb")
 
 
 def pinned() -> list[str]:
-    """What mini needs, in the versions of pyproject.toml; nothing in the cloud, where the image is already built."""
+    """The packages that mini needs, pinned as in pyproject.toml; none in the cloud, where the image already exists."""
     if not modal.is_local():
         return []
     groups = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["dependency-groups"]
@@ -39,13 +39,13 @@ image = (
     .add_local_python_source("mini")
 )
 asked = any(word.rpartition("=")[2] == "wandb" for word in sys.argv)
-# One secret in any case: in the cloud this file is read again, without the words, and has to need as many things.
+# Always one secret: Modal reads this file again in the cloud, without argv, and compares the number of dependencies.
 key = modal.Secret.from_name("wandb", required_keys=["WANDB_API_KEY"]) if asked else modal.Secret.from_dict({})
 
 
 @app.function(image=image, cpu=4.0, memory=16384, timeout=24 * 3600, volumes={"/outputs": volume}, secrets=[key])
 def train(options: list[str]) -> int:
-    """`python -m mini text OPTIONS` in the cloud.  Returns its exit code; what it wrote is kept, however it ended."""
+    """`python -m mini text OPTIONS` in the cloud.  Returns its exit code; its files are kept however it ends."""
     from mini.__main__ import main
 
     os.chdir(HOME)
@@ -57,6 +57,6 @@ def train(options: list[str]) -> int:
 
 @app.local_entrypoint()
 def run(*options: str) -> None:
-    """Hand the options on, and end as the run ended."""
+    """Pass the options on, and exit with the run's exit code."""
     if code := train.remote(list(options)):
         sys.exit(code)

@@ -1,10 +1,10 @@
 """GPT-2, a cache that the completions of a prompt share, and a value head.
 
-Module names are those of the published weights (h.0.attn.c_attn, ...), so that weights.py has little to do.  Where
-this departs from the usual GPT-2: positions come from the mask, so that padding on the left changes nothing, and a
-prompt's keys and values stand in memory once, whatever the number of its completions.
+Module names are those of the published weights (h.0.attn.c_attn, ...), so weights.py has little to do.  Two departures
+from the usual GPT-2: positions come from the mask, so padding on the left changes nothing; and a prompt's keys and
+values are stored once, however many completions it has.
 
-    B prompts    K completions of each    N rows, a document each    T tokens    S tokens of a padded prompt
+    B prompts    K completions of each    N rows, one document each    T tokens    S tokens of a padded prompt
     C width of the model    H heads    D = C / H width of a head    R width of a latent    V vocabulary
 """
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GptConfig:
-    """A model's shape, by the names of the published config.json.  The defaults are GPT-2's 124 M parameters."""
+    """A model's shape, with the names of the published config.json.  The defaults are GPT-2 with 124 M parameters."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -28,49 +28,49 @@ class GptConfig:
     n_positions: int = 1024
     vocab_size: int = 50257
     layer_norm_epsilon: float = 1e-5
-    latent: int = 0  # R of multi-head latent attention, which is no part of GPT-2; 0: GPT-2's own attention
+    latent: int = 0  # R of multi-head latent attention (not part of GPT-2); 0: GPT-2's own attention
 
 
 @dataclass
 class LayerCache:
-    """What a layer keeps of the tokens: keys and values, or one latent (H = 1, D = R) that is both."""
+    """What one layer caches: keys and values, or one latent (H = 1, D = R) that serves as both."""
 
-    prompt: tuple[Tensor, ...]  # (B, H, S, D) each: read by all K completions of a prompt
+    prompt: tuple[Tensor, ...]  # (B, H, S, D) each: shared by all K completions of a prompt
     own: tuple[Tensor, ...]  # (B, K, H, new tokens, D) each: filled up to Cache.length
 
 
 @dataclass
 class Cache:
-    """What generation keeps of the tokens that the model has read."""
+    """The keys and values of all tokens that the model has read, for generation."""
 
-    prompt_mask: Tensor  # (B, S): True where a prompt has a token
+    prompt_mask: Tensor  # (B, S): True for tokens, False for padding
     k: int  # completions of each prompt
     new_tokens: int  # room in each completion
-    length: int = 0  # tokens that every completion has by now
+    length: int = 0  # tokens in each completion so far
     layers: list[LayerCache] = field(default_factory=list)
 
     def add_prompt(self, *prompt: Tensor) -> None:
-        """The next layer's (B, H, S, D), with room for the completions."""
+        """Add the next layer's prompt tensors (B, H, S, D), with room for the completions."""
         B, H, _, D = prompt[0].shape
         own = tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in prompt)
         self.layers.append(LayerCache(prompt, own))
 
     def keep(self, prompts: Tensor) -> None:
-        """Forget the prompts, and their completions, that a (B,) of bool leaves out."""
+        """Drop the prompts, with their completions, that a (B,) of bool excludes."""
         self.prompt_mask = self.prompt_mask[prompts]
         for layer in self.layers:
             layer.prompt = tuple(part[prompts] for part in layer.prompt)
             layer.own = tuple(part[prompts] for part in layer.own)
 
     def attend(self, layer: int, q: Tensor, scale: float, *new: Tensor) -> Tensor:
-        """What queries (B, K, H, D) of a new token find, whose (B, K, H or 1, D) are kept too: (B, K, H, D)."""
+        """Cache a new token's keys and values `new` (B, K, H or 1, D) and attend with its queries (B, K, H, D)."""
         kept, at = self.layers[layer], self.length
         for own, part in zip(kept.own, new, strict=True):
             own[:, :, :, at] = part
         keys, values = kept.prompt[0], kept.prompt[-1]  # (B, H or 1, S, D)
         own_keys, own_values = (part[:, :, :, : at + 1] for part in (kept.own[0], kept.own[-1]))  # (B, K, H or 1, t, D)
 
-        # The K queries of a prompt meet its keys in one product; nothing of the prompt is copied.
+        # One product for all K queries of a prompt, so the prompt's keys are never copied.
         to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
         to_prompt = to_prompt.masked_fill(~self.prompt_mask[:, None, None], -math.inf)
         to_own = (q[:, :, :, None] @ own_keys.transpose(3, 4))[:, :, :, 0]  # (B, K, H, t)
@@ -82,7 +82,7 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Self-attention, over what the mask shows."""
+    """Self-attention over the visible tokens."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -91,9 +91,9 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache is given the keys and values.
+        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache, if given, receives the keys and values.
 
-        With the past of B prompts, of which N / B rows each go on: visible (N, 1, T, S + T).
+        With the past of B prompts, which N / B rows each continue: visible (N, 1, T, S + T).
         """
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
         if cache is not None:
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), without its rotary part.
 
-    Of a token only c, of R numbers, is kept for all heads, where keys and values would be 2 C.
+    Only c is cached for a token, R numbers for all heads, where keys and values would take 2 C.
     """
 
     def __init__(self, config: GptConfig) -> None:
@@ -134,7 +134,7 @@ class LatentAttention(nn.Module):
         return q, self.kv_norm(self.w_dkv(x))
 
     def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """As Attention's, but a cache has the latents alone."""
+        """As in Attention, but the cache holds only the latents."""
         q, c = self.project(x)
         if cache is not None:
             cache.add_prompt(c[:, None])  # (B, 1, S, R)
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
         return out
 
     def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        """Absorbed: q (W_uk c) is (q W_uk) c, and a mean of W_uv c is W_uv of a mean: no keys or values are made."""
+        """Computes no keys or values: q (W_uk c) = (q W_uk) c, and a mean of W_uv c is W_uv times a mean of c."""
         q, c = self.project(x)  # (B, K, H, D), (B, K, R)
         w_uk, w_uv = (up.weight.unflatten(0, (self.heads, -1)) for up in (self.w_uk, self.w_uv))  # (H, D, R)
         absorbed = torch.einsum("bkhd,hdr->bkhr", q, w_uk)
@@ -156,7 +156,7 @@ class LatentAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, with the tanh form of GELU: the exact form gives other numbers than the published model."""
+    """Two layers with the tanh form of GELU; the exact form does not reproduce the published model."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to what came in."""
+    """Attention, then the MLP, each with a residual connection."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """Whole documents, or the rest of documents whose beginning is past: x (N, T, C)."""
+        """Whole documents, or the continuation of documents that begin in `past`: x (N, T, C)."""
         x = x + self.attn(self.ln_1(x), visible, cache, past)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
@@ -193,7 +193,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids -> hidden states -> logits.  The head is the embedding itself."""
+    """Token ids -> hidden states -> logits.  The head shares the embedding's weights."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -205,21 +205,21 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:  # what adds to the residual stream: smaller, as in GPT-2
+            elif parameter.dim() == 2:  # layers that add to the residual stream start smaller, as in GPT-2
                 residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / residual)
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
-        """ids and mask (N, T), mask True where there is a token -> hidden states (N, T, C).
+        """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
 
-        A cache, where there is one, takes the keys and values of these tokens: the prompts.  Not causal: every token
-        sees those after it too, as a denoiser has to.
+        A cache, if given, stores the keys and values of these tokens, the prompts.  With causal=False every token also
+        sees the later ones, as a denoiser needs.
         """
         T = ids.shape[1]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, T)
         x = self.wte(ids) + self.wpe(positions)  # (N, T, C)
         earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril(0 if causal else T)
-        itself = torch.eye(T, dtype=torch.bool, device=ids.device)  # or padding would see nothing, and be NaN
+        itself = torch.eye(T, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
         visible = (earlier & mask[:, None, None].bool()) | itself  # (N, 1, T, T)
         for block in self.h:
             x = block(x, visible, cache)
@@ -227,7 +227,7 @@ class GPT(nn.Module):
         return out
 
     def go_on(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Whole completions of prompts that are in the cache: ids (B * K, T) -> hidden states (B * K, T, C)."""
+        """Whole completions of the cached prompts: ids (B * K, T) -> hidden states (B * K, T, C)."""
         T = ids.shape[1]
         prompt_mask = cache.prompt_mask.bool().repeat_interleave(cache.k, 0)  # (B * K, S)
         x = self.wte(ids) + self.wpe(prompt_mask.sum(1, keepdim=True) + torch.arange(T, device=ids.device))
@@ -255,7 +255,7 @@ class GPT(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """Hidden states -> the reward that is to be expected: C -> C / 2 -> 1.  Says 0 until it is trained."""
+    """Hidden states -> the expected reward: C -> C / 2 -> 1.  Predicts 0 until it is trained."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The arithmetic of GRPO: pure functions, and two controllers with a number of state each.
+"""The arithmetic of GRPO: pure functions, and two controllers that each keep one number as state.
 
-Numbers in brackets are those of the formulas in README.md.
+Numbers in brackets refer to the formulas in README.md.
 
     B prompts    K completions of each    N = B * K completions    T tokens    V vocabulary
 
-    lp   log-probability of a token under the policy that is trained     old  the same when it was sampled
-    ref  the same under the frozen start                                 mask True for completion tokens, their end too
+    lp   log-probability of a token under the policy in training         old  the same when it was sampled
+    ref  the same under the frozen start                                 mask True for completion and end tokens
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def policy_loss(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) 
 
 
 def is_clipped(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """Where the clipping takes the gradient away: (N, T) of bool."""
+    """Where clipping removes the gradient: (N, T) of bool."""
     ratio = (lp - old).exp()
     return ((ratio > 1 + clip_range) & (advantages > 0)) | ((ratio < 1 - clip_range) & (advantages < 0))
 
 
 def kl_estimate(lp: Tensor, ref: Tensor, kind: KlType) -> Tensor:
-    """An estimate of the KL divergence from each sampled token, never below 0: (N, T).
+    """An estimate of the KL divergence for each sampled token, never below 0: (N, T).
 
-    Its mean over tokens of the policy is KL(policy || start), or KL(start || policy), or the mean of both.  (log-ratio
-    alone has the same mean, but single tokens go below 0, and p * log-ratio estimates nothing.)
+    Its mean over the policy's tokens is KL(policy || start), KL(start || policy), or the mean of both.  (The log-ratio
+    alone has the same mean, but single tokens fall below 0; p * log-ratio estimates nothing.)
     """
     d = ref - lp
     forward = d.exp() - d - 1  # (2)
@@ -55,7 +55,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """Of whole distributions, from their log-probabilities: (..., V) -> (...)."""
+    """Entropy of whole distributions, from their log-probabilities: (..., V) -> (...)."""
     return -(log_probs.exp() * log_probs).sum(-1)  # (5)
 
 
@@ -75,8 +75,8 @@ class Baseline:
     def advantages(self, rewards: Tensor) -> Tensor:
         """rewards (B, K) -> (B, K).
 
-        A group of equal rewards has advantages of exactly 0, not of a rounding error that a small standard deviation
-        would blow up.  The ema baseline alone compares groups with one another, so it has something to say there too.
+        A group of equal rewards gets advantages of exactly 0, not a rounding error divided by a tiny deviation.
+        The exception is the ema baseline: it compares groups with one another, so equal rewards can have an advantage.
         """
         if self.kind == "ema":
             batch_mean = rewards.mean().item()
@@ -90,7 +90,7 @@ class Baseline:
             if self.scale_by_std:
                 advantages = advantages / (std + 1e-4)  # (7)
         elif self.kind == "adaptive":
-            median = rewards.quantile(0.5, 1, keepdim=True)  # of an even number, the mean of the middle two
+            median = rewards.quantile(0.5, 1, keepdim=True)  # for even K, the mean of the middle two
             advantages = rewards - torch.where(std > 0.1, median, mean)  # (9)
         else:
             others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
@@ -99,15 +99,15 @@ class Baseline:
 
 
 def zero_spread(rewards: Tensor) -> Tensor:
-    """Groups whose rewards are all equal: (B, K) -> (B,) of bool."""
+    """Whether all rewards of a group are equal: (B, K) -> (B,) of bool."""
     return rewards.amax(1) == rewards.amin(1)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalized advantage estimation over the tokens of each completion: (N, T) each -> (N, T).
 
-    Completions are padded on the right; what the padding holds does not matter.  Advantage + value is what the value
-    head is trained towards.
+    Completions are padded on the right; the padding's content does not matter.  The value head's target is
+    advantage + value.
     """
     advantages = torch.zeros_like(rewards)
     following = torch.zeros_like(rewards[:, 0])  # advantage of the next token
@@ -126,7 +126,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 @dataclass
 class KlController:
-    """The weight, fixed or steered towards a target (Ziegler et al., 2019)."""
+    """The weight, fixed or adapted towards a target KL (Ziegler et al., 2019)."""
 
     coef: float
     adaptive: bool = False
@@ -134,7 +134,7 @@ class KlController:
     horizon: float = 10_000.0  # completions
 
     def update(self, kl: float, completions: int) -> None:
-        """After a step of so many completions with this mean KL divergence."""
+        """Adapt the weight after a step with this many completions and this mean KL divergence."""
         if self.adaptive:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * completions / self.horizon  # (13)

@@ -1,4 +1,4 @@
-"""A run's folder: what was asked for, checkpoints, and a line for each step."""
+"""A run's folder: its config, its checkpoints, and the printed line of a step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import torch
 from mini.config import ChessConfig, TextConfig, UsageError
 from mini.files import write_whole
 
-# Between a run and its resumption.
+# Options that may change when a run is resumed.
 MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track"}
 
 
 def settings(config: ChessConfig | TextConfig) -> dict[str, Any]:
-    """The config as plain values."""
+    """The config as values that JSON can hold."""
     return {name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(config).items()}  # fmt: skip
 
 
 def open_run(config: ChessConfig | TextConfig) -> Path:
-    """The run's folder: a new one, or with --resume the one that is there."""
+    """The run's folder: a new one, or with --resume the existing one."""
     name = "chess" if isinstance(config, ChessConfig) else "text"
     folder = config.log_dir or Path("outputs") / f"mini-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not config.resume:
@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, config: ChessConfig | TextConfig, state: Mappi
 
 
 def load_checkpoint(folder: Path, config: ChessConfig | TextConfig) -> dict[str, Any]:
-    """The run's checkpoint.  Raises UsageError if the run was another one."""
+    """The run's checkpoint.  Raises UsageError if the run had other options."""
     path = folder / "checkpoint.pt"
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
@@ -63,13 +63,13 @@ def load_checkpoint(folder: Path, config: ChessConfig | TextConfig) -> dict[str,
 
 
 def resident_memory() -> float:
-    """GiB of memory that the process holds now."""
+    """GiB of memory that the process uses now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def step_line(number: int, steps: int, figures: Mapping[str, float]) -> str:
-    """A step of chess, for people."""
+    """One printed line for a step of chess."""
     by_task = {kind: "  ".join(f"{name[-1]} {value:.2f}" for name, value in figures.items()
                                if name.startswith(f"{kind}/")) for kind in ("reward", "valid")}  # fmt: skip
     return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}"

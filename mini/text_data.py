@@ -1,6 +1,6 @@
-"""A text as token ids: what is trained on, what is held out, and what can be foretold without any network.
+"""A text as token ids: training part, held-out part, and baselines that count.
 
-B windows    T tokens to be foretold, behind one that is given    V vocabulary
+B windows    T tokens to predict, after one that is given    V vocabulary
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mini.config import TextConfig, UsageError
 from mini.files import write_whole
 from mini.tokens import BpeTokens
 
-HELD_OUT = 10  # the last tenth
+HELD_OUT = 10  # one part in so many, the last, is held out
 
 
 class CharTokens:
-    """A token for each character of a text, in the order of their code points."""
+    """One token per character of a text, in code point order."""
 
     def __init__(self, text: str) -> None:
         self.alphabet = sorted(set(text))
@@ -28,7 +28,7 @@ class CharTokens:
         self._ids = {character: i for i, character in enumerate(self.alphabet)}
 
     def encode(self, text: str) -> list[int]:
-        """A token a character."""
+        """One id per character."""
         return [self._ids[character] for character in text]
 
     def decode(self, ids: list[int]) -> str:
@@ -45,20 +45,20 @@ class Corpus:
     held_out: Tensor  # ids
 
     def held_out_windows(self, T: int, count: int) -> Tensor:
-        """At most so many, evenly spread, none overlapping in what is to be foretold: (B, T + 1)."""
+        """At most `count` windows, evenly spread, with no predicted token in two of them: (B, T + 1)."""
         every = self.held_out.unfold(0, T + 1, T)
         return every[torch.linspace(0, len(every) - 1, min(count, len(every))).long()]
 
 
 def draw_windows(ids: Tensor, T: int, count: int, seed: int, step: int) -> Tensor:
-    """A step's windows, from anywhere in the ids, whatever else is drawn: (B, T + 1).  cpp/train.cpp draws them too."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it would drop higher bits unsaid
+    """A step's random windows; they depend on seed and step alone: (B, T + 1).  cpp/train.cpp draws the same."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it silently drops higher bits
     starts = torch.randint(len(ids) - T, (count,), generator=generator)
     return ids.unfold(0, T + 1, 1)[starts]
 
 
 def read_text(path: Path | None) -> str:
-    """A file's text, or 465 KB of English and code that every Python brings along."""
+    """A file's text, or 465 KB of English and code that come with every Python."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -72,9 +72,9 @@ def read_text(path: Path | None) -> str:
 
 
 def build_corpus(config: TextConfig, T: int, folder: Path) -> Corpus:
-    """The text of --data, whose ids are written to tokens.bin: 16 bits each, the lower byte first.
+    """The text of --data as a corpus; its ids are also written to tokens.bin, 16 bits each, lower byte first.
 
-    A run that is resumed has them there already; raises UsageError if the text has changed since.
+    Raises UsageError if a resumed run began with another text.
     """
     text = read_text(config.data)
     tokens = CharTokens(text) if config.tokens == "char" or config.vocabulary is None else BpeTokens(config.vocabulary)
@@ -98,8 +98,8 @@ def build_corpus(config: TextConfig, T: int, folder: Path) -> Corpus:
 class Counts(nn.Module):
     """Log-probabilities from counts of the training text, with one added to each (Laplace).
 
-    Asked like a GPT, and so a reference for it: the hidden state of a token is its row, and a token knows nothing of
-    those before it, let alone after.  Of byte pairs most are never seen, so the counts are kept sparse.
+    It has a GPT's interface, so it can serve as its reference: the hidden state of a token is its row of the table.
+    Most pairs of byte-pair tokens never occur, so the counts are sparse.
     """
 
     def __init__(self, ids: Tensor, V: int, bigram: bool = True) -> None:

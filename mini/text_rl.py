@@ -1,14 +1,14 @@
-"""A text learnt from rewards for each token: GRPO, and PPO with a critic.
+"""Learning a text from rewards for each token: GRPO, and PPO with a critic.
 
-A rollout says at each place of a window which token comes next, and is rewarded where the text says the same.  With
-`--context data` it reads the text's own tokens, whatever it said before.  With `--context model` it reads what it
-wrote, as in RL of language models; but a text that has once gone another way is never met again, so that all that pays
-is the commonest token of all.  collapse (text_task.py) names that.
+A rollout chooses a token at each position of a window and is rewarded if the text has the same one.  With
+`--context data` it reads the text's own tokens, whatever it chose before.  With `--context model` it reads its own
+choices, as in RL of language models.  Once it has left the text it never finds back, so the best policy is to always
+choose the commonest token; collapse() in text_task.py reports that.
 
     B windows    K rollouts of each    R contexts: B, or B * K with --context model    T tokens
-    A tokens chosen at each place of a context: K, or 1 with --context model    C width    V vocabulary
+    A tokens chosen at each position of a context: K, or 1 with --context model    C width    V vocabulary
 
-Numbers in brackets are those of the formulas in README.md.
+Numbers in brackets refer to the formulas in README.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mini.config import TextConfig
 from mini.generate import Sampling, generate
 from mini.train import Learner, Rows, score
 
-NO_END = -1  # an id that no token has: a text does not end
+NO_END = -1  # no token has this id, because a text does not end
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the model read, what it said came next, what does, and what it thought."""
+    """The contexts, the chosen tokens, the right ones, and the model's outputs."""
 
     rows: Rows  # (R, 1 + T)
     chosen: Tensor  # (R, T, A)
@@ -38,12 +38,12 @@ class Rollouts:
 
 
 def whole_rows(text: Tensor) -> Rows:
-    """Windows (N, 1 + T) as a token that is given and T that are scored."""
+    """Windows (N, 1 + T) as rows: one given token and T scored ones."""
     return Rows(text, torch.ones_like(text, dtype=torch.bool), 1)
 
 
 def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
-    """K rollouts of each window (B, 1 + T) under the policy as it is; one pass serves draws and gradient."""
+    """K rollouts of each window (B, 1 + T) under the current policy; one forward pass serves sampling and gradient."""
     K, right = config.k_samples, text[:, 1:]
     if config.context == "model":
         sampling = Sampling(max_new_tokens=right.shape[1])
@@ -60,9 +60,9 @@ def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
 
 
 def token_rewards(rollouts: Rollouts, config: TextConfig) -> Tensor:
-    """(R, T, A): 1 for the right token, else 0, or -1 with pm1; and partial credit.
+    """(R, T, A): 1 for the right token, otherwise 0 (-1 with pm1), plus partial credit.
 
-    The credit depends on the context alone.  Where a group shares that (`--context data`), it cancels out.
+    The credit depends on the context alone.  With `--context data` a group shares its context, so the credit cancels.
     """
     right = rollouts.right[:, :, None]
     hit = (rollouts.chosen == right).float()  # (R, T, A)
@@ -71,14 +71,14 @@ def token_rewards(rollouts: Rollouts, config: TextConfig) -> Tensor:
 
 
 def group_advantages(baseline: rl.Baseline, rewards: Tensor, K: int) -> Tensor:
-    """Each reward against the mean of its group at the same place of the window: (R, T, A) -> (R, T, A)."""
+    """Each reward minus the mean of its group at the same position: (R, T, A) -> (R, T, A)."""
     R, T, A = rewards.shape
     groups = rewards.view(R * A // K, K // A, T, A).transpose(1, 2)  # (B, T, K / A, A)
     return baseline.advantages(groups.reshape(-1, K)).view_as(groups).transpose(1, 2).reshape(R, T, A)
 
 
 def descend(learner: Learner, loss: Tensor, config: TextConfig) -> float:
-    """An optimizer step.  Returns the gradient's norm."""
+    """One optimizer step.  Returns the gradient norm."""
     learner.optimizer.zero_grad()
     loss.backward()
     trained = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
@@ -88,14 +88,14 @@ def descend(learner: Learner, loss: Tensor, config: TextConfig) -> float:
 
 
 def supervised_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
-    """Likelihood: every token of the windows (B, 1 + T), by cross-entropy."""
+    """One update on the cross-entropy of all tokens of the windows (B, 1 + T)."""
     loss = -score(learner.model, whole_rows(text), 1.0)[0].mean()
     learner.tokens += text[:, 1:].numel()
     return {"loss": loss.item(), "grad_norm": descend(learner, loss, config)}
 
 
 def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
-    """One update, so that the ratio is 1 and nothing is clipped.  The KL divergence is exact, over the vocabulary."""
+    """One update per step, so the ratio is 1 and nothing is clipped.  The KL divergence is exact."""
     rollouts = roll_out(learner, text, config)
     lp = rollouts.log_probs.gather(2, rollouts.chosen)  # (R, T, A)
     rewards = token_rewards(rollouts, config)
@@ -110,14 +110,14 @@ def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, f
 
 
 def divergence(learner: Learner, rows: Rows, log_probs: Tensor) -> Tensor:
-    """KL(policy || reference) at each place: (R, T, V) -> (R, T)."""
+    """KL(policy || reference) at each position: (R, T, V) -> (R, T)."""
     with torch.no_grad():
         reference = score(learner.reference, rows, 1.0)[1]
     return rl.exact_kl(log_probs, reference)
 
 
 def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> dict[str, float]:
-    """Actor and critic share the network below the value head, which has a learning rate of its own."""
+    """Actor and critic share the network; the value head has its own learning rate."""
     assert learner.value_head is not None
     with torch.no_grad():
         rollouts = roll_out(learner, text, config)

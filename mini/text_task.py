@@ -1,11 +1,11 @@
-"""One small GPT learns a text in four ways: the loop, the held-out report, and the command text.
+"""One small GPT learns a text in four ways: the training loop, the held-out report, and the command text.
 
     python -m mini text --algo supervised|grpo|ppo|denoise
 
-Every algorithm draws the same windows, and is reported on by the same held-out ones, if --horizon is the same.  All
-begin from the same weights, but for denoise, whose vocabulary has a mask more.
+With the same --horizon all algorithms train on the same windows and are evaluated on the same held-out ones.  All start
+from the same weights, except denoise, whose vocabulary also has a mask.
 
-    N windows    T tokens to be foretold, behind one that is given    V vocabulary
+    N windows    T tokens to predict, after one that is given    V vocabulary
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def make_learner(model: GPT, reference: LanguageModel, config: TextConfig, lr: f
 
 def learn(learner: Learner, algo: str, corpus: Corpus, T: int, config: TextConfig, iters: float, seconds: float
           ) -> Iterator[dict[str, float]]:  # fmt: skip
-    """Steps until so many are made, or so many seconds of them gone; yields a step's figures once it is done.
+    """Train for `iters` steps or `seconds`, whichever ends first; yields each step's figures.
 
-    Seconds are those of the processor, all threads together, so that no busy neighbour changes a comparison.
+    Seconds are processor time over all threads, so a busy neighbour does not change a comparison.
     """
     while learner.step < iters and learner.seconds < seconds:
         began = time.process_time()
@@ -77,7 +77,7 @@ def learn(learner: Learner, algo: str, corpus: Corpus, T: int, config: TextConfi
 
 
 def supervised(model: GPT, corpus: Corpus, T: int, config: TextConfig, iters: float, seconds: float) -> GPT:
-    """The same model, trained by likelihood: the warm start, and the baseline of equal time."""
+    """Train the model by likelihood: the warm start, and the baseline of equal time."""
     learner = make_learner(model, model, config, config.warm_lr)
     for _ in learn(learner, "supervised", corpus, T, config, iters, seconds):
         pass
@@ -89,13 +89,13 @@ def supervised(model: GPT, corpus: Corpus, T: int, config: TextConfig, iters: fl
 
 
 def judged(log_probs: Tensor, right: Tensor) -> Tensor:
-    """Of each right id (...) its log-probability, of (..., V), and 1 if it is the likeliest, else 0: (m, 2)."""
+    """For each right id (...): its log-probability in (..., V), and 1 if it is the likeliest, otherwise 0: (m, 2)."""
     lp = log_probs.gather(-1, right[..., None])[..., 0]
     return torch.stack((lp, (log_probs.argmax(-1) == right).float()), -1).flatten(0, -2)
 
 
 def summary(tokens: Tensor, right: Tensor, corpus: Corpus) -> Report:
-    """From judged tokens (m, 2) and their ids: bits per character, and how often and how surely right."""
+    """From judged tokens (m, 2) and their ids: bits per character, share and mean probability of right tokens."""
     lp, likeliest = tokens.unbind(1)
     bits = -lp.sum().item() / math.log(2) / len(corpus.tokens.decode(right.flatten().tolist()))
     return {"bits": bits, "right": likeliest.mean().item(), "p_right": lp.exp().mean().item()}
@@ -103,15 +103,15 @@ def summary(tokens: Tensor, right: Tensor, corpus: Corpus) -> Report:
 
 @torch.no_grad()
 def foretold(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
-    """summary of every token of the windows (N, 1 + T)."""
+    """The summary over all tokens of the windows (N, 1 + T)."""
     tokens = [judged(score(model, whole_rows(part), 1.0)[1], part[:, 1:]) for part in windows.split(16)]
     return summary(torch.cat(tokens), windows[:, 1:], corpus)
 
 
 @torch.no_grad()
 def filled_in(model: GPT, windows: Tensor, corpus: Corpus, config: TextConfig, generator: torch.Generator) -> Report:
-    """A denoiser's report: of the next token as well as it can say, and of what it is trained to say."""
-    places = [left_to_right(model, part, generator) for part in windows.repeat(4, 1).split(64)]  # four of each window
+    """A denoiser's report: as a next-token predictor, and on masked tokens, which it is trained for."""
+    places = [left_to_right(model, part, generator) for part in windows.repeat(4, 1).split(64)]  # four per window
     right = torch.cat([part for _, part in places])
     report = summary(torch.cat([judged(*part) for part in places]), right, corpus)
     ids, hidden = hide(model, windows, config.mask_share, generator)
@@ -120,7 +120,7 @@ def filled_in(model: GPT, windows: Tensor, corpus: Corpus, config: TextConfig, g
 
 
 def evaluate(model: GPT, corpus: Corpus, T: int, config: TextConfig) -> Report:
-    """A model on the held-out windows, by the same draws of random numbers every time, and what it writes itself."""
+    """A model on the held-out windows, and what it writes itself, with the same random numbers every time."""
     windows, generator = corpus.held_out_windows(T, config.held_out), torch.Generator().manual_seed(0)
     if config.algo == "denoise":
         report = filled_in(model, windows, corpus, config, generator)
@@ -139,7 +139,7 @@ def evaluate(model: GPT, corpus: Corpus, T: int, config: TextConfig) -> Report:
 
 
 def collapse(report: Report) -> str | None:
-    """One sentence if a model writes little else than one token: nearer to always than to as often as the text."""
+    """A warning if the model writes little but one token: its share is nearer to 1 than to its share in the text."""
     if report["commonest_share"] < (1 + report["share_in_text"]) / 2:
         return None
     return (f"collapsed: {report['commonest_share']:.0%} of what the model writes is {report['commonest']!r}, which is "
@@ -162,7 +162,7 @@ def table(reports: dict[str, Report]) -> str:
 
 
 def with_defaults(config: TextConfig) -> TextConfig:
-    """Those that depend on another option, filled in."""
+    """Fill in the defaults that depend on other options."""
     horizon = config.horizon or (32 if config.algo == "ppo" or config.tokens == "gpt2" else 70)
     if horizon >= config.block:
         raise UsageError(f"--block {config.block} has no room for windows of {horizon} tokens: lower --horizon")
@@ -170,7 +170,7 @@ def with_defaults(config: TextConfig) -> TextConfig:
 
 
 def make_model(config: TextConfig, corpus: Corpus) -> GPT:
-    """Random weights; for denoise with an id more, the mask's."""
+    """A model with random weights; denoise has one more id, the mask."""
     torch.manual_seed(config.seed)
     latent = config.latent if config.attention == "mla" else 0
     size = corpus.tokens.size + (config.algo == "denoise")
@@ -181,7 +181,7 @@ def make_model(config: TextConfig, corpus: Corpus) -> GPT:
 
 
 def make_start(model: GPT, corpus: Corpus, T: int, config: TextConfig, folder: Path) -> None:
-    """The weights that training begins with: warm-started, or from the run that is resumed; start.pt."""
+    """Warm-start the model and write start.pt, or load start.pt of the resumed run."""
     path = folder / "start.pt"
     if config.resume:
         try:
@@ -191,13 +191,13 @@ def make_start(model: GPT, corpus: Corpus, T: int, config: TextConfig, folder: P
         return
     if config.warm_steps:
         say(f"warm start: {config.warm_steps} supervised steps")
-    apart = dataclasses.replace(config, seed=config.seed + 2**31)  # or what follows would draw the same windows again
+    apart = dataclasses.replace(config, seed=config.seed + 2**31)  # otherwise training repeats these windows
     supervised(model, corpus, T, apart, config.warm_steps, math.inf)
     write_whole(path, lambda file: torch.save(dict(model.state_dict()), file))
 
 
 def text_command(config: TextConfig) -> dict[str, Any]:
-    """Warm start, training, as much time of likelihood from the same start, and reports beside counting baselines."""
+    """Warm start, training, likelihood from the same start for the same time; reports with counting baselines."""
     began = time.perf_counter()
     config = with_defaults(config)
     assert config.horizon is not None

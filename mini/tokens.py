@@ -1,9 +1,9 @@
 """Text to token ids and back: GPT-2's byte pairs, and a small vocabulary for chess.
 
-Byte pairs cut a position into pieces of uneven length, so that a small model has to count before it can copy a square.
-The chess tokens give every square, clock and move a slot of its own: a position is always 69 tokens, and the token that
-has to be copied or changed always stands at the same distance.  The best move is written as the number of its slot: to
-repeat a move is a thing that a model of this size does not learn in a minute.  Both round-trip exactly.
+Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  The
+chess tokens give every square, clock and move its own slot: a position is always 69 tokens, and the token to copy or
+change is always at the same distance.  The best move is written as the number of its slot, because a model of this size
+does not learn to repeat a move within a minute.  Both vocabularies round-trip exactly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mini.config import UsageError
 if TYPE_CHECKING:
     import tiktoken
 
-END = "<|endoftext|>"  # before each document, and after it
+END = "<|endoftext|>"  # before and after each document
 
 
 class Tokens(Protocol):
-    """What the rest needs of a vocabulary."""
+    """The interface of a vocabulary."""
 
     end: int  # id of END
     size: int
-    longest: int  # tokens of a chess answer at most, its end included
-    top_k: int  # of sampling, where nothing else is asked for
+    longest: int  # the most tokens of a chess answer, with its end token
+    top_k: int  # default for sampling
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for a text that it has no tokens for."""
+        """The ids of a text.  Raises ValueError if it has no tokens for it."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of any ids, sensible or not."""
@@ -62,7 +62,7 @@ class BpeTokens:
         return self._encoding.encode(text, allowed_special={END})
 
     def decode(self, ids: list[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary (a padded head has some) do too."""
+        """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
         known = b"".join(
             self._encoding.decode_single_token_bytes(i) if i < self.size else "\N{REPLACEMENT CHARACTER}".encode()
             for i in ids
@@ -71,12 +71,12 @@ class BpeTokens:
 
 
 def _read_ranks(merges: Path, vocabulary: Path) -> dict[bytes, int]:
-    """Each byte string's id, which is also its place in the order of merges."""
+    """Each byte string's id, which is also its rank among the merges."""
     import os
 
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache goes by name, and would miss that a file has changed
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache is keyed by name and would miss a changed file
     try:
         return data_gym_to_mergeable_bpe_ranks(str(merges), str(vocabulary))
     except (OSError, ValueError, KeyError, AssertionError):
@@ -93,15 +93,15 @@ def _encoding(pattern: str, ranks: dict[bytes, int], end: int) -> tiktoken.Encod
 # Chess
 
 SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
-PROMOTIONS = [file + rank + piece for rank in "18" for file in "abcdefgh" for piece in "qrbn"]  # where to
+PROMOTIONS = [file + rank + piece for rank in "18" for file in "abcdefgh" for piece in "qrbn"]  # target squares
 HISTORY, CANDIDATES = 10, 5  # slots for moves in an A line and in a P line
-EMPTY = ("none", "")  # fills a slot that is not used
+EMPTY = ("none", "")  # fills an unused slot
 
 Token = tuple[str, str]  # kind and text
 
 
 def some_piece_moves(a: str, b: str) -> bool:
-    """Whether a queen or a knight could ever go from square a to square b (b may be a promotion)."""
+    """Whether a queen or a knight could move from square a to square b (b may be a promotion)."""
     x, y = abs(ord(a[0]) - ord(b[0])), abs(int(a[1]) - int(b[1]))
     if len(b) == 3:
         return a[1] in "27" and x <= 1 == y
@@ -149,21 +149,21 @@ def position(board: str, *fields: str) -> list[Token]:
 
 
 def slots(tokens: list[Token], count: int) -> list[Token]:
-    """The tokens and empty slots, so many together."""
+    """The tokens, filled up with empty slots to `count`."""
     if len(tokens) > count:
         raise ValueError(f"more than {count} tokens: {''.join(text for _, text in tokens)}")
     return tokens + [EMPTY] * (count - len(tokens))
 
 
 class ChessTokens:
-    """Slots for the prompts and answers of P and A lines, whose inner padding is collapsed to single blanks.
+    """Slots for the prompts and answers of P and A lines; repeated blanks in the text become single ones.
 
-    A candidate is one token, and the best move the number of its slot; the moves of an A prompt are two tokens, for
-    their squares have to be found on the board.
+    A candidate is one token, and the best move is the number of its slot.  A move of an A prompt is two tokens, because
+    the model has to find its squares on the board.
     """
 
     longest = 73  # 69 of a position, reward, two flags, end
-    top_k = 200  # of five moves out of the same 50, two are equal in every fifth answer
+    top_k = 200  # with 50, every fifth answer repeats one of its five moves
 
     def __init__(self) -> None:
         self._ids = {token: i for i, token in enumerate(VOCABULARY)}
@@ -171,7 +171,7 @@ class ChessTokens:
         self.size = len(VOCABULARY)
 
     def encode(self, text: str) -> list[int]:
-        """A prompt or an answer, without its end."""
+        """The ids of a prompt or an answer, without the end token."""
         text = " ".join(text.split())
         for shape, pattern in SHAPES.items():
             if parts := pattern.fullmatch(text):
@@ -189,7 +189,7 @@ class ChessTokens:
         if shape == "A prompt":
             move, history = ([token for uci in part.split() for token in (("from", " " + uci[:2]), ("to", uci[2:]))]
                              for part in parts[6:])  # fmt: skip
-            # Empty slots stand before the moves, so that the last one always has the same place.
+            # Empty slots come first, so the last move is always at the same position.
             return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *slots(move, 2), ("mark", "+"),
                     *slots(history[::-1], 2 * HISTORY)[::-1], ("mark", "+")]  # fmt: skip
         moves, best = parts[0].split(), parts[2].strip()
@@ -202,7 +202,7 @@ class ChessTokens:
                 ("mark", " B:"), ("slot", str(moves.index(best) + 1))]  # fmt: skip
 
     def decode(self, ids: list[int]) -> str:
-        """Each token has its text wherever it stands; but squares are written row by row, and a slot as its move."""
+        """Concatenate the tokens' texts; squares are written row by row, and a slot as its move."""
         text, moves = "", [VOCABULARY[i][1] for i in ids if VOCABULARY[i][0] == "move"]
         for kind, run in groupby((VOCABULARY[i] for i in ids), key=lambda token: token[0]):
             part = "".join(piece for _, piece in run)

@@ -1,4 +1,4 @@
-"""Who draws a run's curves: TensorBoard, Weights & Biases, or nobody, behind one small interface."""
+"""Where a run's curves go: TensorBoard, Weights & Biases, or nowhere, behind one small interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mini.config import UsageError
 
 
 class Tracker(Protocol):
-    """Takes a step's figures."""
+    """Receives a step's figures."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -21,10 +21,10 @@ class Nobody:
     """--track none."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Forget them."""
+        """Discard them."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 class TensorBoard:
@@ -33,12 +33,12 @@ class TensorBoard:
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an interrupted run wrote after its last checkpoint is about to be written again.
+        # A resumed run repeats the steps after its last checkpoint, so their old values are purged.
         self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
         self.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """A scalar each."""
+        """Write each figure as a scalar."""
         for name, value in figures.items():
             self.writer.add_scalar(name, value, step)
 
@@ -48,7 +48,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """--track wandb: a run named after the folder, which a resumed run goes on with.  WANDB_MODE=offline is heeded."""
+    """--track wandb: the run has the folder's name, so a resumed run continues it.  WANDB_MODE=offline is respected."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
         try:
@@ -62,16 +62,16 @@ class Wandb:
             raise UsageError(f"--track wandb: {error}") from None
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """All in one row."""
+        """Write all figures in one row."""
         self.run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """Upload, or leave for `wandb sync`."""
+        """Finish the upload, or leave the files for `wandb sync`."""
         self.run.finish()
 
 
 def open_tracker(kind: str, folder: Path, settings: Mapping[str, Any], first_step: int) -> Tracker:
-    """By the name that --track takes.  Raises UsageError where wandb is asked for and cannot be had."""
+    """The tracker that --track names.  Raises UsageError if wandb is requested but not available."""
     if kind == "none":
         return Nobody()
     return (TensorBoard if kind == "tensorboard" else Wandb)(folder, settings, first_step)

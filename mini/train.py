@@ -3,8 +3,8 @@
     B prompts    K completions of each    N = B * K rows    S tokens of a padded prompt    T tokens of a completion
     C width    V vocabulary    n rows of a micro-batch
 
-Nothing of a step outlives it but sums.  Completions are kept as ids; logits exist for a micro-batch at a time, and only
-for completion tokens: prompts are read, never trained on.
+Only sums outlive a step.  Completions are stored as ids.  Logits exist for one micro-batch at a time, and only for
+completion tokens, because prompts are read but not trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 class LanguageModel(Protocol):
-    """What can be asked how likely a token is: GPT, or a reference that is none."""
+    """Anything that gives token probabilities: a GPT, or a reference that is not one."""
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor: ...
 
@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
 
 
 class Task(Protocol[Item]):
-    """What is to be learnt: a source of prompts, right answers (their end included), and a judge of completions."""
+    """What to learn: prompts, right answers (with their end token), and a judge of completions."""
 
     end: int
 
@@ -61,11 +61,11 @@ class Rows:
     ids: Tensor  # (N, S + T)
     mask: Tensor  # (N, S + T)
     S: int
-    K: int = 1  # so many rows in succession have the same prompt
+    K: int = 1  # this many successive rows share a prompt
 
     @staticmethod
     def of_completions(made: Completions) -> Rows:
-        """Every completion behind its prompt."""
+        """Each completion after its prompt."""
         k = made.ids.shape[1]
         ids = torch.cat((made.prompt_ids.repeat_interleave(k, 0), made.ids.flatten(0, 1)), 1)
         mask = torch.cat((made.prompt_mask.repeat_interleave(k, 0), made.mask.flatten(0, 1)), 1)
@@ -73,7 +73,7 @@ class Rows:
 
     @staticmethod
     def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int) -> Rows:
-        """Right answers behind their prompts."""
+        """Each right answer after its prompt."""
         prompt_ids, prompt_mask = left_pad(prompts, pad)
         flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad)
         ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
@@ -85,13 +85,13 @@ class Rows:
         return self.mask[:, self.S :]
 
     def micro_batches(self, size: int) -> list[Tensor]:
-        """Row numbers in order of length, so that a micro-batch has little padding.  Groups stay together."""
+        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together."""
         groups = torch.arange(len(self.ids)).view(-1, self.K)  # (B, K)
         longest = self.mask.sum(1).view(-1, self.K).amax(1)  # (B,)
         return [part.flatten() for part in groups[longest.argsort(stable=True)].split(max(1, size // self.K))]
 
     def pick(self, rows: Tensor, K: int = 1) -> Rows:
-        """Some rows, K of each prompt, without the columns that are padding in all of them."""
+        """Some rows, K per prompt, without the columns that are padding in all of them."""
         used = self.mask[rows].any(0)
         first = int(used[: self.S].int().argmax())
         last = self.S + int(used[self.S :].sum())
@@ -99,11 +99,11 @@ class Rows:
 
 
 def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (n, T) of the completions' tokens, of all tokens (n, T, V), hidden states (n, T, C).
+    """Log-probabilities of the completions' tokens (n, T) and of all tokens (n, T, V), and hidden states (n, T, C).
 
-    A token is scored by the state of the token before it, so the first by the prompt's last.  A prompt is read once
-    for all of its completions.  Padding gets 0: what the model thinks of it can be so unlikely that a ratio of it
-    overflows, and inf times a mask of 0 is NaN.
+    The state of a token scores the next one, so the prompt's last state scores the first completion token.  A prompt
+    is read once for all of its completions.  Padding gets exactly 0: it can be so unlikely that its ratio overflows,
+    and inf times a mask of 0 is NaN.
     """
     if rows.K == 1 or not isinstance(model, GPT):
         hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
@@ -118,12 +118,12 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
 
 
 def make_optimizer(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
-    """AdamW; no decay, which would pull away from the start that the KL divergence pulls to."""
+    """AdamW without weight decay, which would pull against the KL divergence from the start."""
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def set_lr(optimizer: torch.optim.AdamW, lr: float, step: int, warmup: int) -> None:
-    """Up to lr in so many steps: Adam's first steps are as long as lr allows, however little the gradient says."""
+    """Warm up to lr, because Adam's first steps have full length however noisy the gradient is."""
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (step + 1) / max(1, warmup))
 
@@ -142,7 +142,7 @@ def supervised(
     seconds: float = float("inf"),
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Train on right answers for so many steps or seconds, whichever ends first.  Returns the steps that were made."""
+    """Train on right answers for `steps` or `seconds`, whichever ends first.  Returns the number of steps made."""
     optimizer = make_optimizer(list(model.parameters()), lr)
     started, step = time.perf_counter(), 0
     while step < steps and time.perf_counter() - started < seconds:
@@ -153,11 +153,11 @@ def supervised(
             part = rows.pick(chosen)
             log_probs, _, _ = score(model, part, 1.0)
             lengths = part.answer_mask.sum(1, keepdim=True)  # (n, 1)
-            loss = -(log_probs / lengths).sum() / batch  # each document counts as much, short or long
+            loss = -(log_probs / lengths).sum() / batch  # documents count equally, short or long
             loss.backward()
             mean += loss.item()
         done = max(step / steps, (time.perf_counter() - started) / seconds)  # 0 to 1
-        set_lr(optimizer, lr * min(1.0, 2 * (1 - done)), step, 10)  # falls to 0 in the second half: a steady end
+        set_lr(optimizer, lr * min(1.0, 2 * (1 - done)), step, 10)  # falls to 0 in the second half, for a steady end
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -173,10 +173,10 @@ def supervised(
 
 @dataclass
 class Learner:
-    """All that changes from step to step."""
+    """Everything that changes from step to step."""
 
     model: GPT
-    reference: LanguageModel  # the frozen start, which alone does not change
+    reference: LanguageModel  # the frozen start; the one part that does not change
     value_head: ValueHead | None
     optimizer: torch.optim.AdamW
     baseline: Baseline
@@ -189,7 +189,7 @@ class Learner:
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Everything that a checkpoint needs."""
         return {
             "model": self.model.state_dict(), "value_head": self.value_head and self.value_head.state_dict(),
             "optimizer": self.optimizer.state_dict(), "ema": self.baseline.ema, "kl_coef": self.kl.coef,
@@ -198,7 +198,7 @@ class Learner:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
         if self.value_head:
             self.value_head.load_state_dict(state["value_head"])
@@ -223,7 +223,7 @@ def make_learner(model: GPT, reference: GPT, config: ChessConfig, lr: float) -> 
 
 
 def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
-    """GRPO from the learner's step on; yields a step's figures once it is done."""
+    """GRPO from the learner's current step on; yields each step's figures."""
     while learner.step < config.steps:
         clock = [time.perf_counter()]
         items = task.draw(learner.rng, config.batch_size)
@@ -262,7 +262,7 @@ def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Samp
 
 @torch.no_grad()
 def by_micro_batch(rows: Rows, size: int, values_of: Callable[[Rows], Tensor]) -> Tensor:
-    """(N, T), put together from the (n, T) of each micro-batch; 0 where those are shorter."""
+    """Assemble (N, T) from the (n, T) of each micro-batch; 0 where those are shorter."""
     values = torch.zeros(rows.answer_mask.shape)
     for chosen in rows.micro_batches(size):
         part = values_of(rows.pick(chosen, rows.K))
@@ -271,7 +271,7 @@ def by_micro_batch(rows: Rows, size: int, values_of: Callable[[Rows], Tensor]) -
 
 
 def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: ChessConfig) -> tuple[Tensor, Tensor]:
-    """Advantages (N, T) from rewards (B, K), and what the value head is trained towards."""
+    """Advantages and the value head's targets, (N, T) each, from rewards (B, K)."""
     mask, head = rows.answer_mask, learner.value_head
     if head is None:  # every token of a completion has the completion's advantage
         advantages = learner.baseline.advantages(rewards).flatten()[:, None].expand(mask.shape)
@@ -304,7 +304,7 @@ def update(
         if learner.value_head is not None:
             value_loss = (learner.value_head(hidden) - returns[chosen, :T]) ** 2
             loss = loss + config.value_loss_coef * value_loss  # (16)
-        mean_loss = (loss * mask).sum() / total  # of the step's tokens, not of the micro-batch's
+        mean_loss = (loss * mask).sum() / total  # mean over the step's tokens, not the micro-batch's
         mean_loss.backward()
         clipped = rl.is_clipped(lp, was, advantage, config.clip_range)
         for name, values in (("loss", loss), ("kl", kl), ("clip_share", clipped), ("entropy", spread),
@@ -312,7 +312,7 @@ def update(
             sums[name] += ((values.detach() * mask).sum() / total).item()
     trained = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
     norm = nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
-    if advantages.any():  # else only entropy bonus and momentum would move the weights, as far as ever
+    if advantages.any():  # otherwise entropy bonus and momentum alone would move the weights, by full steps
         learner.optimizer.step()
     learner.optimizer.zero_grad()
     return sums | {"grad_norm": norm.item()}
@@ -320,7 +320,7 @@ def update(
 
 @torch.no_grad()
 def exact_figures(learner: Learner, rows: Rows, config: ChessConfig) -> dict[str, float]:
-    """The KL divergence over the whole vocabulary, on a few rows: what the estimates are to be held against."""
+    """The exact KL divergence over the whole vocabulary on a few rows, to check the estimates against."""
     N = len(rows.ids)
     part = rows.pick(torch.arange(0, N, max(1, N // 8)))
     now, start = (score(model, part, config.temperature)[1] for model in (learner.model, learner.reference))

@@ -1,4 +1,4 @@
-"""Models on disk, in the form that Hugging Face reads and writes: config.json and model.safetensors."""
+"""Models on disk in Hugging Face's format: config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mini.files import write_whole
 from mini.model import GPT, GptConfig
 from mini.tokens import BpeTokens, ChessTokens, Tokens
 
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the first TensorFlow model
-SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks of old files
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
+SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
 ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
            "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config.json, which must describe a GPT-2."""
+    """Read config.json.  Raises UsageError unless it describes a GPT-2."""
     try:
         config = json.loads((folder / "config.json").read_text())
         model_type = config["model_type"]
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path) -> GPT:
-    """A GPT-2 from a folder."""
+    """Load a GPT-2 from a folder."""
     config = read_config(folder)
     try:
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -63,7 +63,7 @@ def load_model(folder: Path) -> GPT:
 
 
 def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Published names and layouts -> ours.  OpenAI's own file has no `transformer.`; RookWorld-LM's has."""
+    """Published names and layouts -> ours.  RookWorld-LM has the prefix `transformer.`, OpenAI's own file has not."""
     ours = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("transformer.")
@@ -74,7 +74,7 @@ def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_model(model: GPT, tokens: Tokens, folder: Path, vocabulary: Path | None = None) -> None:
-    """Write a folder that load_model, load_tokens and transformers read; `vocabulary` is where BPE files come from."""
+    """Write a folder for load_model, load_tokens and transformers; BPE files are copied from `vocabulary`."""
     tensors = {f"transformer.{name}": (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     config = asdict(model.config) | ASSUMED | {
@@ -91,7 +91,7 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, vocabulary: Path | None
 
 
 def load_tokens(folder: Path) -> Tokens:
-    """The vocabulary that belongs to a folder's model."""
+    """The vocabulary of the model in a folder."""
     tokens: Tokens = ChessTokens() if read_config(folder).get("mini_tokens") == "chess" else BpeTokens(folder)
     size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
     if tokens.size > size:

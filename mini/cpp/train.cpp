@@ -1,13 +1,13 @@
-// Supervised training of mini's GPT with libtorch: from the same files, on the same windows, with the same losses as
+// Supervised training of mini's GPT with libtorch: the same files, windows and losses as
 //
 //     python -m mini text --algo supervised --log-dir FOLDER
 //
-// which leaves config.json (options), start.pt (weights) and tokens.bin (16 bits a token) in its folder.
+// which writes config.json (options), start.pt (weights) and tokens.bin (16 bits per token) to its folder.
 //
-//     train FOLDER [STEPS]        prints the loss of each step in nats a token, and writes FOLDER/cpp.pt: a dict of
+//     train FOLDER [STEPS]        prints each step's loss in nats per token, and writes FOLDER/cpp.pt: a dict of
 //                                weights, for torch.load(..., weights_only=False)
 //
-// B windows    T tokens to be foretold    C width    H heads    V vocabulary
+// B windows    T tokens to predict    C width    H heads    V vocabulary
 
 #include <torch/torch.h>
 
@@ -36,7 +36,7 @@ std::vector<char> read_file(const std::string& path) {
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-// The options that Python wrote: a flat JSON object.
+// The options as Python wrote them: a flat JSON object.
 struct Config {
     std::string text;
 
@@ -68,7 +68,7 @@ Tensor read_tokens(const std::string& path) {
 }
 
 struct Gpt {
-    std::map<std::string, Tensor> weights;  // by the names of model.py
+    std::map<std::string, Tensor> weights;  // named as in model.py
     int64_t layers = 0, heads;
 
     Gpt(const std::string& path, int64_t heads) : heads(heads) {
@@ -100,7 +100,7 @@ struct Gpt {
 
     // ids (B, T) -> logits (B, T, V)
     Tensor operator()(const Tensor& ids) const {
-        const auto& wte = weights.at("wte.weight");  // embedding and head in one
+        const auto& wte = weights.at("wte.weight");  // shared by embedding and head
         Tensor x = torch::embedding(wte, ids) + weights.at("wpe.weight").slice(0, 0, ids.size(1));
         for (int64_t layer = 0; layer < layers; ++layer) {
             const auto name = "h." + std::to_string(layer);
@@ -135,7 +135,7 @@ void train(const std::string& folder, const Config& config, int64_t steps) {
     const auto began = std::chrono::steady_clock::now();
     for (int64_t step = 1; step <= steps; ++step) {
         const auto generator = at::detail::createCPUGenerator(static_cast<uint32_t>(seed + step - 1));
-        const auto starts = torch::randint(ids.numel() - T, {B}, generator);  // those of draw_windows
+        const auto starts = torch::randint(ids.numel() - T, {B}, generator);  // as in draw_windows
         const auto text = ids.unfold(0, T + 1, 1).index({starts});            // (B, 1 + T)
         const auto logits = model(text.slice(1, 0, T));
         const auto loss = F::cross_entropy(logits.flatten(0, 1), text.slice(1, 1).flatten());
