@@ -15,6 +15,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import run
+from toolkit import tiny
 
 STEPS, GENERATIONS, SIZE, TARGET = 2, 8, 4, 128  # of the short run
 
@@ -70,7 +71,7 @@ def base(common: Path) -> Path:
     """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
     program.prepare_environment(offline=True)
     with one_after_the_other(common, "base"):
-        return program.warm_start()
+        return tiny.warm_start(program.tiny_task())
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import gpt_2048_rl as program
 from tests import conftest
 from tests.helpers import ROOT
 from tests.preloaded import run
+from toolkit import tiny
 from toolkit.ranks import sharded
 
 
@@ -71,7 +72,7 @@ def test_the_adapter_is_whole(spread: Run) -> None:
     from transformers import AutoConfig
 
     weights = load_file(spread.folder / "adapter" / "adapter_model.safetensors")
-    config = AutoConfig.from_pretrained(program.tiny_folder())
+    config = AutoConfig.from_pretrained(tiny.folder_of("bepo"))
     experts = [name for name in weights if ".experts." in name]
     assert len(experts) == 4 * config.num_hidden_layers
     queries = next(matrix for name, matrix in weights.items() if "q_proj.lora_B" in name)

@@ -17,6 +17,7 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import run
+from toolkit import UsageError, export, tiny
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +58,12 @@ def expected(learned: Path) -> torch.Tensor:
 
 
 def exported(source: Path, format: str, folder: Path, **more: Any) -> str:
-    """What the command says; in this process, for torch takes its time to load."""
+    """What the command prints.  It runs in this process, which has loaded torch already."""
     from rich.console import Console
 
     console = Console(record=True, file=io.StringIO())
-    result = program.export(program.ExportConfig(source, format, folder, **more), console)  # type: ignore[arg-type]
+    config = export.ExportConfig(source, format, folder, **more)  # type: ignore[arg-type]
+    result = export.export(config, console, program.tiny_task)
     assert result["folder"] == str(folder)
     return console.export_text()
 
@@ -94,14 +96,14 @@ def test_mxfp4_means_what_transformers_reads() -> None:
 
     blocks, scales = some_codes()
     theirs = _convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0]
-    assert torch.equal(program.dequantize_mxfp4(blocks, scales), theirs)
+    assert torch.equal(export.dequantize_mxfp4(blocks, scales), theirs)
 
 
 def test_weights_that_were_mxfp4_come_back_exactly() -> None:
     import torch
 
-    weights = program.dequantize_mxfp4(*some_codes())
-    assert torch.equal(program.dequantize_mxfp4(*program.quantize_mxfp4(weights)), weights)
+    weights = export.dequantize_mxfp4(*some_codes())
+    assert torch.equal(export.dequantize_mxfp4(*export.quantize_mxfp4(weights)), weights)
 
 
 def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
@@ -109,8 +111,8 @@ def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
     import torch
 
     weights = torch.randn(32, 40, generator=torch.Generator().manual_seed(3))
-    ours = (program.dequantize_mxfp4(*program.quantize_mxfp4(weights)) - weights).square().sum(0)  # a group a column
-    values = torch.tensor([*program.FP4, *(-value for value in program.FP4)])
+    ours = (export.dequantize_mxfp4(*export.quantize_mxfp4(weights)) - weights).square().sum(0)  # a group a column
+    values = torch.tensor([*export.FP4_MAGNITUDES, *(-value for value in export.FP4_MAGNITUDES)])
     errors = [((weights[..., None] - values * 2.0**e).abs().amin(-1)).square().sum(0) for e in range(-12, 8)]
     assert torch.allclose(ours, torch.stack(errors).amin(0), rtol=1e-5)
 
@@ -123,15 +125,15 @@ def test_ties_go_to_the_even_code(value: float, rounded: float) -> None:
     import torch
 
     group = torch.tensor([[value], [-value], [6.0], *[[0.0]] * 29])
-    assert program.dequantize_mxfp4(*program.quantize_mxfp4(group))[:3, 0].tolist() == [rounded, -rounded, 6.0]
+    assert export.dequantize_mxfp4(*export.quantize_mxfp4(group))[:3, 0].tolist() == [rounded, -rounded, 6.0]
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
     import torch
 
-    blocks, scales = program.quantize_mxfp4(torch.zeros(64, 2))
+    blocks, scales = export.quantize_mxfp4(torch.zeros(64, 2))
     assert blocks.eq(0).all()
-    assert program.dequantize_mxfp4(blocks, scales).eq(0).all()
+    assert export.dequantize_mxfp4(blocks, scales).eq(0).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def test_mxfp4_is_really_written_and_loads_in_transformers(learned: Path, mxfp4:
     exact = AutoPeftModelForCausalLM.from_pretrained(learned / "adapter").merge_and_unload().state_dict()
     for name in merged:
         if name in experts:
-            rounded = [program.dequantize_mxfp4(*program.quantize_mxfp4(expert)) for expert in exact[name]]
+            rounded = [export.dequantize_mxfp4(*export.quantize_mxfp4(expert)) for expert in exact[name]]
             assert torch.equal(weights[name].float(), torch.stack(rounded))
         else:
             assert torch.equal(weights[name], merged[name])
@@ -277,7 +279,7 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
             {key: tensor * (scale if "lora_B" in key else 1) for key, tensor in weights.items()}, source / ADAPTER
         )
         told = exported(source, "mxfp4", tmp_path / f"{name}-out", base=base)
-        left = re.search(r"changes in the experts (-?\d+)% is left", told)
+        left = re.search(r"(-?\d+)% of the adapter's change to the experts is left", told)
         assert left, told
         assert said[0] <= int(left[1]) <= said[1]
 
@@ -306,9 +308,9 @@ def other_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "arrange", "said"),
     [
-        ("lora", lambda run, here: {"output_dir": run}, "is there already: choose another --output-dir"),
-        ("mxfp4", lambda run, here: {"base": str(here / "other")}, "take merged_16bit"),
-        ("merged_16bit", lambda run, here: {"base": str(here / "nowhere")}, "neither auto, tiny, a folder"),
+        ("lora", lambda run, here: {"output_dir": run}, "already exists: choose another --output-dir"),
+        ("mxfp4", lambda run, here: {"base": str(here / "other")}, "use --format merged_16bit"),
+        ("merged_16bit", lambda run, here: {"base": str(here / "nowhere")}, "nowhere"),
         ("lora", lambda run, here: {"push_to_hub": "me/mine"}, "set HF_TOKEN"),
     ],
 )  # fmt: skip
@@ -318,7 +320,7 @@ def test_what_cannot_be_exported_gets_one_line(
     other_model(tmp_path / "other")
     out = tmp_path / "out"
     more = arrange(learned, tmp_path)
-    with pytest.raises(program.UsageError, match=said):
+    with pytest.raises(UsageError, match=said):
         exported(learned, format, more.pop("output_dir", out), **more)
     assert not out.exists()
 
@@ -339,10 +341,10 @@ def test_too_little_room_is_said_before_anything_is_loaded(
     if lacking == "disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10**4))
     else:
-        monkeypatch.setattr(program, "available_memory", lambda: 10**6)
-    config = program.ExportConfig(learned, "merged_16bit", tmp_path / "out")
-    with pytest.raises(program.UsageError, match="free"):
-        program.export(config, Console(quiet=True))
+        monkeypatch.setattr(export, "available_memory", lambda: 10**6)
+    config = export.ExportConfig(learned, "merged_16bit", tmp_path / "out")
+    with pytest.raises(UsageError, match="free"):
+        export.export(config, Console(quiet=True), program.tiny_task)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,7 +357,7 @@ def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
                    env=hub.environment(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "format": "lora", "base": str(program.tiny_folder()), "folder": str(folder), "hub": "me/mine"}  # fmt: skip
+        "format": "lora", "base": str(tiny.folder_of("bepo")), "folder": str(folder), "hub": "me/mine"}  # fmt: skip
     assert hub.repositories["me/mine"]["private"]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert hub.repositories["me/mine"]["files"] == files

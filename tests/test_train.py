@@ -1,10 +1,9 @@
-"""The embedded model, and two real steps of GRPO on it: Unsloth's loader, LoRA, TRL's trainer, the jailed players."""
+"""Two real steps of GRPO on the embedded model: Unsloth's loader, LoRA, TRL's trainer, the jailed players."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,43 +14,6 @@ import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
 from tests.helpers import HONEST, cmdline
 from tests.preloaded import run
-
-
-@pytest.mark.parametrize("keys", list(program.LAYOUTS))
-def test_composed_strategies_load_and_answer_with_keys(keys: str, pool: program.Pool) -> None:
-    """Every program that the warm start imitates is legal: it loads, and never returns what is no key."""
-    rng = random.Random(1)
-    sources = [program.compose_strategy(rng, program.LAYOUTS[keys]) for _ in range(40)]
-    results = program.execute_strategies(sources, [1], target=64, keys=keys)
-    assert {game.outcome for games in results for game in games} <= {"success", "lost", "stuck"}
-    assert not any(program.find_cheating(source) for source in sources)
-
-
-def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:
-    rng = random.Random(2)
-    sources = [program.compose_strategy(rng, program.LAYOUTS["bepo"]) for _ in range(60)]
-    tiles = [games[0].max_tile for games in program.execute_strategies(sources, [1])]
-    assert min(tiles) <= 64
-    assert max(tiles) == 2048
-    assert sum(tile == 2048 for tile in tiles) < 0.45 * len(tiles)
-
-
-def test_warm_start_gives_the_same_weights_for_the_same_seed(tmp_path: Path) -> None:
-    config = program.TinyConfig(steps=2, batch=4, corpus=50)
-    weights = [
-        (program.warm_start(tmp_path / name, seed=5, config=config) / "model.safetensors").read_bytes() for name in "ab"
-    ]
-    assert weights[0] == weights[1]
-
-
-def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    config = program.TinyConfig(steps=2, batch=4, corpus=50)
-    with pytest.raises(KeyboardInterrupt):
-        program.warm_start(tmp_path / "tiny", config=config, progress=interrupt)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_prompt_opens_the_final_channel(base: Path) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import gpt_2048_rl as program
 from tests.preloaded import run
+from toolkit import tiny
 
 HEALTHY = program.StepSummary(
     target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,
@@ -142,7 +143,8 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     program.prepare_environment(offline=True)
-    noise = program.warm_start(tmp_path / "noise", config=program.TinyConfig(steps=1, batch=4, corpus=50))
+    config = tiny.WarmStartConfig(steps=1, batch=4, corpus=50)
+    noise = tiny.warm_start(program.tiny_task(), config=config, folder=tmp_path / "noise")
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]

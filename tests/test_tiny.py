@@ -1,0 +1,98 @@
+"""The embedded model: the programs that it imitates, its warm start and its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import gpt_2048_rl as program
+from toolkit import tiny
+
+SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
+
+
+@pytest.mark.parametrize("layout", list(program.LAYOUTS))
+def test_composed_strategies_load_and_answer_with_keys(layout: str, pool: program.Pool) -> None:
+    """Every program that the warm start imitates is legal: it loads and returns nothing but keys."""
+    rng, task = random.Random(1), program.tiny_task(layout)
+    sources = [tiny.compose_strategy(rng, task) for _ in range(40)]
+    results = program.execute_strategies(sources, [1], target=64, keys=layout)
+    assert {game.outcome for games in results for game in games} <= {"success", "lost", "stuck"}
+    assert not any(program.find_cheating(source) for source in sources)
+
+
+def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:
+    rng, task = random.Random(2), program.tiny_task()
+    sources = [tiny.compose_strategy(rng, task) for _ in range(60)]
+    tiles = [games[0].max_tile for games in program.execute_strategies(sources, [1])]
+    assert min(tiles) <= 64
+    assert max(tiles) == 2048
+    assert sum(tile == 2048 for tile in tiles) < 0.45 * len(tiles)
+
+
+def test_composed_strategies_are_distinct() -> None:
+    """Two corpora of a thousand share few programs, so most of what training finds was never shown."""
+    task = program.tiny_task()
+    one, two = ({tiny.compose_strategy(random.Random(seed * 1000 + i), task) for i in range(1000)} for seed in (1, 2))
+    assert len(one & two) < 0.5 * len(one)
+
+
+def test_prompts_of_the_warm_start_never_have_the_held_out_wording() -> None:
+    rng, task = random.Random(3), program.tiny_task()
+    prompts = [task.prompt(rng) for _ in range(200)]
+    assert len(set(prompts)) > 100
+    assert not any(prompt.startswith(program.WORDINGS[-1].partition("{")[0]) for prompt in prompts)
+
+
+def test_warm_start_gives_the_same_weights_for_the_same_seed(tmp_path: Path) -> None:
+    one, same, other = (
+        (tiny.warm_start(program.tiny_task(), seed, SMALL, tmp_path / name) / "model.safetensors").read_bytes()
+        for name, seed in (("one", 5), ("same", 5), ("other", 6))
+    )
+    assert one == same != other
+
+
+def test_what_changes_the_weights_also_changes_the_version(tmp_path: Path) -> None:
+    """The cache goes by the version alone.  If this fails, raise tiny.VERSION and record the new values here.
+
+    The hash covers what is fed to the training, the losses cover the training itself.
+    """
+    tasks = [program.tiny_task(layout) for layout in program.LAYOUTS]
+    corpora = [[tiny.conversation(random.Random(i), task) for i in range(100)] for task in tasks]
+    vocabulary = tiny.train_tokenizer(corpora[0], tasks[0].alphabet, 512).get_vocab()
+    parts = [dataclasses.asdict(tiny.DEFAULT_CONFIG), tiny.CHAT_TEMPLATE, tiny.SPECIAL_TOKENS, tiny.SEED,
+             [task.final_channel for task in tasks], corpora, vocabulary]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    losses: list[float] = []
+    tiny.warm_start(tasks[0], 5, SMALL, tmp_path / "tiny", lambda step, steps, loss: losses.append(loss))
+    assert (tiny.VERSION, digest) == (2, "8ee8eb296d695eb3")
+    assert losses == pytest.approx([7.0317, 6.3663], rel=1e-3)
+
+
+def test_the_cache_has_a_folder_for_each_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = {layout: tiny.folder_of(layout) for layout in program.LAYOUTS}
+    assert len({*folders.values(), tiny.folder_of("bepo", seed=1)}) == len(folders) + 1
+    assert {layout: tiny.layout_of(folder) for layout, folder in folders.items()} == {name: name for name in folders}
+    elsewhere = tmp_path / tiny.folder_of("bepo").name
+    assert [tiny.layout_of(folder) for folder in (None, elsewhere, tiny.folder_of("bepo", seed=1))] == [None] * 3
+
+
+def test_the_cache_is_only_for_the_default_config() -> None:
+    """Its folders are not named after the config, so a small model of a test would be taken for the real one."""
+    with pytest.raises(ValueError, match="name a folder"):
+        tiny.warm_start(program.tiny_task(), config=SMALL)
+
+
+def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "tiny", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
