@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
+from toolkit import export, machine, runs, tiny, watch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,15 @@ def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, GptOssConfig
 
-    AutoTokenizer.from_pretrained(program.warm_start()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.warm_start(program.tiny_task())).save_pretrained(folder)
     config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, pad_token_id=1)
     config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     index: dict[str, str] = {}
-    for name, shape in program.parameter_shapes(config).items():
+    for name, shape in machine.parameter_shapes(config).items():
         tensors: dict[str, torch.Tensor] = {}
-        if packed and program.EXPERTS.search(name):
+        if packed and export.EXPERT_WEIGHTS.search(name):
             experts, inputs, outputs = shape
             blocks = (experts, outputs, inputs // 32, 16)
             tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, device=device)
@@ -103,7 +104,7 @@ def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
         save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    described = config.to_dict() | ({"quantization_config": program.MXFP4_CONFIG} if packed else {})
+    described = config.to_dict() | ({"quantization_config": export.MXFP4_CONFIG} if packed else {})
     (folder / "config.json").write_text(json.dumps(described, indent=2))
 
 
@@ -118,10 +119,11 @@ def layers_that_fit(folder: Path, wanted: int, packed: bool) -> int:
 
 def answers(count: int, tokens: int, tokenizer: Any) -> list[list[int]]:
     """Programs like the embedded model's, each filled up with a comment to between 60% and 100% of `tokens`."""
-    rng, filling = random.Random(1), tokenizer("# and so on, and on\n", add_special_tokens=False)["input_ids"]
+    task, rng = program.tiny_task(), random.Random(1)
+    filling = tokenizer("# and so on, and on\n", add_special_tokens=False)["input_ids"]
     made: list[list[int]] = []
     while len(made) < count:
-        text = program.tiny_conversation(rng, "bepo")[1]["content"]
+        text = tiny.conversation(rng, task)[1]["content"]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         length = rng.randint(tokens * 6 // 10, tokens - 1)
         if len(ids) < length:
@@ -155,8 +157,8 @@ def bytes_a_token(folder: Path, completions: int, bits: float, dense_bits: float
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    sizes = {name: shape.numel() for name, shape in program.parameter_shapes(config).items()}
-    experts = sum(size for name, size in sizes.items() if program.EXPERTS.search(name))
+    sizes = {name: shape.numel() for name, shape in machine.parameter_shapes(config).items()}
+    experts = sum(size for name, size in sizes.items() if export.EXPERT_WEIGHTS.search(name))
     taken = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** completions
     embeddings = config.vocab_size * config.hidden_size  # only one row is read per token
     return float((sum(sizes.values()) - experts - embeddings) * dense_bits + taken * experts * bits) / 8
@@ -182,17 +184,16 @@ def bandwidth() -> float:
 def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: Path, bound: float) -> Measured:
     """Measure steps with this many completions; with one, GRPO has nothing to compare, so only generation."""
     import torch
-    from transformers import PrinterCallback
 
-    rows = answers(completions, args.tokens, tokenizer)
+    texts = answers(completions, args.tokens, tokenizer)
     own = model.generate
-    model.generate = forced(own, rows)
+    model.generate = forced(own, texts)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     config = program.TrainConfig(
         steps=args.steps + 1, batch_size=min(8, completions), accumulation=max(1, completions // 8), warmup_steps=0,
-        generations=max(2, min(16, completions)), max_new_tokens=args.tokens, max_seq_length=568 + args.tokens,
-        eval_batch_size=completions, save_steps=10**6,
+        generations=max(2, min(16, completions)), max_new_tokens=args.tokens,
+        eval_batch_size=completions, save_steps=10**6, patience=10**6,
     )  # fmt: skip
     try:
         if completions == 1:
@@ -204,14 +205,12 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             generate, score, update = statistics.median(seconds[1:]), 0.0, 0.0
         else:
             curriculum = program.Curriculum(config.target)
-            log = program.RolloutLog(scratch / "rollouts.jsonl", config, curriculum)
-            trainer = program.make_trainer(model, tokenizer, config, scratch, log, curriculum)
-            trainer.remove_callback(PrinterCallback)
-            watcher, silent = program.Watcher(10**6), program.TrainingView(Console(quiet=True), config)
-            reporter = program.step_reporter(trainer, log, curriculum, watcher, silent, config, program.Interruption())
-            reporter.before = program.score((), config.target)  # no evaluation
-            trainer.add_callback(reporter)
-            trainer.train()
+            rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, curriculum)
+            rows = program.training_set(config, curriculum)
+            trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
+            watch.Progress(trainer, rollouts, config, scratch, Console(quiet=True),
+                           evaluate=lambda: runs.score((), config.target), random_won=lambda target: 0.0,
+                           finished_game=partial(program.finished_game, config)).train()  # fmt: skip
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")
@@ -220,26 +219,26 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         model.generate = own
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # fmt: skip
-    return Measured(completions, sum(map(len, rows)), generate, score, update, peak, bound)
+    return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound)
 
 
 def main(args: Args) -> int:
     """Measure and print."""
-    program.prepare_environment(offline=True)
+    machine.prepare_environment(offline=True)
     import torch
     import unsloth  # noqa: F401 - before torch
 
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        folder, layers = Path(args.model) if args.model else program.warm_start(), 0
+        folder, layers = Path(args.model) if args.model else tiny.warm_start(program.tiny_task()), 0
         if gpu and not args.model:
             packed = args.precision == "mxfp4"
             folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, packed)
             folder.mkdir()
             made_up_gpt_oss(folder, layers, packed)
         config = program.TrainConfig(load_in_4bit=args.precision == "4bit", load_in_16bit=args.precision == "16bit",
-                                     max_seq_length=568 + args.tokens)  # fmt: skip
+                                     max_new_tokens=args.tokens)  # fmt: skip
         started = time.perf_counter()
         model, tokenizer = program.load_model(str(folder), config, lambda _: None)
         model = program.add_adapters(model, config)

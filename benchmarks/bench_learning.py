@@ -33,6 +33,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
+from toolkit import machine, tiny  # noqa: E402
 
 RECIPES = {"stable": "#0a7d5a", "published": "#c2571a"}  # and their colours
 BEFORE, AFTER, MINUTES = 0.35, 0.90, 10.0
@@ -77,9 +78,9 @@ def train(recipe: str, seed: int, out: Path, args: Args, minutes: float) -> Path
 
 def warm_start_programs() -> set[str | None]:
     """The source of every program in the embedded model's warm start."""
-    config, rng = program.TINY_MODEL, random.Random(3407)
+    config, task, rng = tiny.DEFAULT_CONFIG, program.tiny_task(), random.Random(3407)
     count = config.corpus + config.steps * config.batch
-    answers = {program.tiny_conversation(rng, "bepo")[1]["content"] for _ in range(count)}
+    answers = {tiny.conversation(rng, task)[1]["content"] for _ in range(count)}
     return {program.extract_function(answer) for answer in answers}
 
 
@@ -169,8 +170,8 @@ def tables(runs: list[Run]) -> list[Table]:
 
 def train_all(args: Args, out: Path) -> list[Run]:
     """All runs, one after the other."""
-    program.prepare_environment(offline=True)
-    program.warm_start()
+    machine.prepare_environment(offline=True)
+    tiny.warm_start(program.tiny_task())
     shown, runs, minutes = warm_start_programs(), [], dict.fromkeys(args.seeds, 0.0)
     for recipe in RECIPES:
         for seed in args.seeds:

@@ -54,7 +54,7 @@ STRATEGIES = {
 }
 rows = ["| strategy | how its game ended | largest tile | reward |", "|---|---|---|---|"]
 for name, source in STRATEGIES.items():
-    (result,) = program.execute_strategy(source, (1,), timeout=1.0)
+    ((result,),) = program.execute_strategies([source], (1,), timeout=1.0)
     reward = sum(part([source], seeds=[(1,)], timeout=[1.0])[0] for part in program.REWARDS)
     rows.append(f"| {name} | {result.outcome} | {result.max_tile} | {reward:.2f} |")
 display(Markdown("\n".join(rows)))

@@ -15,7 +15,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import run
-from toolkit import tiny
+from toolkit import machine, tiny
 
 STEPS, GENERATIONS, SIZE, TARGET = 2, 8, 4, 128  # of the short run
 
@@ -69,7 +69,7 @@ def one_after_the_other(folder: Path, name: str) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def base(common: Path) -> Path:
     """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
-    program.prepare_environment(offline=True)
+    machine.prepare_environment(offline=True)
     with one_after_the_other(common, "base"):
         return tiny.warm_start(program.tiny_task())
 

@@ -75,8 +75,8 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
 def run_python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter that finds the program and these helpers."""
     command = [sys.executable, "-c", code, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False, **options)  # type: ignore[call-overload, no-any-return]
+    options.setdefault("env", {**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
 def run(

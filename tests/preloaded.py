@@ -49,16 +49,15 @@ class Process(Protocol):
 
 def serve() -> None:
     """Import the libraries; then fork for every request that comes by stdin, until that is closed."""
-    import gpt_2048_rl
+    from toolkit import machine
 
-    gpt_2048_rl.prepare_environment(offline="HF_ENDPOINT" not in os.environ)
+    machine.prepare_environment(offline="HF_ENDPOINT" not in os.environ)
     if sys.argv[1:] == ["gpu"]:
         from tests import gpu_on_cpu
 
         gpu_on_cpu.become_gpu()
     for name in ("unsloth", "datasets", "torch.utils.tensorboard", "tyro", "rich.live"):  # unsloth before all others
         importlib.import_module(name)
-    del sys.modules["gpt_2048_rl"]  # a run has it as __main__
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
     with socket.socket(fileno=os.dup(0)) as requests:
         while True:

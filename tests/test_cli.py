@@ -10,6 +10,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HONEST, run
+from toolkit.runs import wilson_interval
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
@@ -155,7 +156,7 @@ def test_the_jail_that_was_left_off_is_recorded(honest: Path) -> None:
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
-    assert program.wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_training_boards_are_never_held_out_boards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -17,10 +18,9 @@ import pytest
 
 import gpt_2048_rl as program
 from tests import conftest
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_python
 from tests.preloaded import run
-from toolkit import tiny
-from toolkit.ranks import sharded
+from toolkit import machine, tiny
 
 
 def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ def test_a_vllm_server_is_sent_the_merged_weights_by_their_released_names(base: 
     from trl.generation.vllm_generation import VLLMGeneration
 
     released = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
-    model, _ = program.load_plain(str(base), torch.float32)
+    model, _ = machine.load_plain(str(base), torch.float32)
     config = program.train_defaults("tiny", "stable", "none")
     config.loader = "transformers"
     model = program.add_adapters(model, config)
@@ -131,7 +131,8 @@ def test_a_vllm_server_needs_what_is_not_here(loader: str, capsys: pytest.Captur
     assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in said
 
 
-def test_fsdp_is_known_by_what_accelerate_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not sharded()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharded()
+@pytest.mark.parametrize("value", ["", "true"])
+def test_fsdp_is_known_by_what_accelerate_sets(value: str) -> None:
+    done = run_python("from toolkit import ranks; print(ranks.SHARDED)",
+                      env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_FSDP": value})  # fmt: skip
+    assert done.stdout == f"{bool(value)}\n"

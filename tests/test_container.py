@@ -69,7 +69,7 @@ def test_strategies_are_jailed_in_there(tmp_path: Path) -> None:
     for parent in (tmp_path, *tmp_path.parents[:-2]):
         parent.chmod(parent.stat().st_mode | 0o055)
     code = f"""import os, gpt_2048_rl as program
-(result,) = program.execute_strategy({HONEST!r}, (1,), target=256)
+((result,),) = program.execute_strategies([{HONEST!r}], (1,), target=256)
 print(os.getuid(), program.shared_pool().jailed, result.outcome)"""
     python = "/usr/bin/python3"  # this one may be closed to others, as all that is root's own
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False).returncode:

@@ -12,6 +12,7 @@ import pytest
 import gpt_2048_rl as program
 from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard
 from tests.list_engine import ListBoard, slide
+from toolkit.watch import render
 
 CASES = [  # size, target, probability of fours, layout
     *((size, 2048, 0.10, layout) for size, layout in zip(range(2, 9), list(LAYOUTS) * 2, strict=False)),
@@ -255,7 +256,8 @@ def test_rendering_shows_every_tile_in_its_place(size: int) -> None:
     game = GameBoard(size, 5)
     for step in range(40):
         game.move(step % 4)
-    rows = [[0 if cell == "·" else int(cell) for cell in line.split()] for line in visible(game.render()).split("\n")]
+    shown = visible(render(game.board()))
+    rows = [[0 if cell == "·" else int(cell) for cell in line.split()] for line in shown.split("\n")]
     assert rows == game.board()
 
 
@@ -264,7 +266,7 @@ def test_rendering_is_aligned_and_switches_its_colours_off() -> None:
     game = GameBoard(5, 1)
     for step in range(200):
         game.move(step % 4)
-    lines = game.render().split("\n")
+    lines = render(game.board()).split("\n")
     assert len({len(visible(line)) for line in lines}) == 1
     assert all(line.endswith("\x1b[0m") for line in lines)
 
@@ -273,7 +275,7 @@ def test_rendering_has_a_colour_for_every_tile() -> None:
     """Tiles far above 2048 take the last colour."""
     game = GameBoard(3, 0)
     game._flat = bytes([0, 1, 11, 12, 13, 40, 64, 100, 255])
-    assert str(1 << 255) in game.render()
+    assert str(1 << 255) in render(game.board())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

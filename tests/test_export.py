@@ -192,6 +192,22 @@ def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:
     assert "two-steps" in (tmp_path / "lora" / "README.md").read_text()
 
 
+def test_an_embedded_model_that_left_the_cache_is_made_again(
+    learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the base model came first, and said that there is no such folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = shutil.copytree(learned / "adapter", tmp_path / "adapter")
+    config = json.loads((source / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tiny.folder_of("wasd"))
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    made: list[tiny.Task] = []
+    monkeypatch.setattr(tiny, "warm_start", lambda task, **_: made.append(task))
+    exported(source, "lora", tmp_path / "lora")
+    assert [task.keys for task in made] == [program.LAYOUTS["wasd"]]
+    assert "# The embedded model playing 2048" in (tmp_path / "lora" / "README.md").read_text()
+
+
 def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -> None:
     exported(learned, "lora", tmp_path / "lora")
     card = (tmp_path / "lora" / "README.md").read_text()

@@ -294,7 +294,8 @@ def test_a_program_holds_nothing_that_a_terminal_acts_on(text: str, where: str) 
     source = f"def strategy(board):\n    return {where.format(text)}"
     visible = program.visible_program(source)
     assert visible is not None
-    assert program.is_visible(visible)
+    assert program.visible_program(visible) == visible
+    assert all(character.isprintable() or character in "\n\t" for character in visible)
     programs = [dict[str, Any](), dict[str, Any]()]
     exec(source, programs[0])
     exec(visible, programs[1])

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import ROOT
 from tests.preloaded import SCRIPT, Server, run
+from toolkit import export
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +59,8 @@ def publish(hub: FakeHub, base: Path, folder: Path) -> None:
     for name, weight in load_file(base / "model.safetensors").items():
         weight = weight.bfloat16()
         experts, _, projection = name.rpartition(".")
-        if program.EXPERTS.search(name):
-            packed = zip(*map(program.quantize_mxfp4, weight), strict=True)
+        if export.EXPERT_WEIGHTS.search(name):
+            packed = zip(*map(export.quantize_mxfp4, weight), strict=True)
             released |= {f"{name}_{part}": torch.stack(tensors)
                          for part, tensors in zip(("blocks", "scales"), packed, strict=True)}  # fmt: skip
             for expert, matrix in enumerate(weight):
@@ -79,7 +79,7 @@ def publish(hub: FakeHub, base: Path, folder: Path) -> None:
             "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
             "llm_int8_skip_modules": ["router", "lm_head", "embed_tokens"]}  # fmt: skip
     for name, weights, packing in (
-        ("unsloth/gpt-oss-20b", released, program.MXFP4_CONFIG),
+        ("unsloth/gpt-oss-20b", released, export.MXFP4_CONFIG),
         ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", four_bits, bits),
     ):
         place = shutil.copytree(base, folder / name)

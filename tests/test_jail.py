@@ -37,7 +37,6 @@ MACHINE = os.uname().machine
 MAPPING = (0, 4096, 3, 0x20, 0, 0)  # arguments that no condition forbids
 
 
-
 @pytest.fixture
 def lone() -> Iterator[Pool]:
     """A pool of one worker, for tests that kill parts of it."""
@@ -302,7 +301,7 @@ def test_pool_refuses_where_the_jail_cannot_hold(error: int, says: str) -> None:
     code = PLAY.format(prepare=prepare, jailed=True)
     refused = f"try:\n{textwrap.indent(code, '    ')}\nexcept program.JailError as error:\n    print(error)\n"
     done = run_python(refused)
-    assert done.stdout.startswith("a player could not be jailed: "), done.stderr
+    assert "cannot be jailed here (a player could not be jailed: " in done.stdout, done.stderr
     assert says in done.stdout
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
@@ -323,7 +322,7 @@ try:
 except program.JailError as error:
     print(error)
 """
-    assert run_python(code).stdout == "ModuleNotFoundError: No module named 'no_such_module'\n"
+    assert "(ModuleNotFoundError: No module named 'no_such_module')" in run_python(code).stdout
 
 
 def test_a_refused_pool_leaves_no_process() -> None:
@@ -485,10 +484,12 @@ def test_a_job_is_not_blamed_for_a_worker_that_was_dying(lone: Pool) -> None:
 
 
 LEAVES = """
+import threading, time
 import gpt_2048_rl as program
 pool = program.shared_pool()
-for i in range(400):
-    pool.begin(program.Job("def strategy(board):\\n    while True: pass #" + str(i), (1, 2)))
+jobs = [program.Job("def strategy(board):\\n    while True: pass #" + str(i), (1, 2)) for i in range(400)]
+threading.Thread(target=pool.judge, args=(jobs,), daemon=True).start()
+time.sleep(0.5)
 {end}
 """
 
@@ -514,10 +515,10 @@ print(len(pools), len(set(map(id, pools))))
 
 
 STANDS_STILL = """
-import os, signal
+import dataclasses, os, signal
 import gpt_2048_rl as program
 referee = program.Referee()
-program._PlayerProcess.CONTROL_SECONDS = 0.2
+program.LIMITS = dataclasses.replace(program.LIMITS, control_seconds=0.2)
 os.kill(referee._zygote_pid, signal.SIGSTOP)
 try:
     referee.play("def strategy(board): return 'a'", program.Job("", (1,)))
@@ -533,9 +534,9 @@ def test_a_referee_gives_up_on_a_zygote_that_stands_still() -> None:
 
 def test_a_future_without_a_verdict_ends_the_pool(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last resort, should a thread of the trainer itself stand still."""
-    monkeypatch.setattr(program._Worker, "START_SECONDS", 0.1)
+    monkeypatch.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=0.1))
     monkeypatch.setattr(Job, "wall_seconds", lambda job: 0.1)
-    monkeypatch.setattr(Pool, "_judge", lambda pool, worker, job: time.sleep(2))
+    monkeypatch.setattr(program._Worker, "judge", lambda worker, job: time.sleep(2))
     with pytest.raises(program.JailError, match="no verdict"):
         play(lone, HONEST)
 
@@ -573,7 +574,7 @@ first = program.shared_pool()
 assert program.shared_pool() is first
 first.close()
 assert program.shared_pool() is not first
-print(program.execute_strategy('def strategy(board): return "a"', (1,))[0].outcome)
+print(program.execute_strategies(['def strategy(board): return "a"'], (1,))[0][0].outcome)
 """
     done = run_python(code)
     assert done.stdout.strip() == "stuck", done.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import statistics
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.programs import PROGRAMS, REWARD_BOARDS, SKILL_BOARDS, recorded_games, refereed, wrongly_paid
 from tests.test_rewards import fenced
+from toolkit import watch
 
 BOARDS = tuple(range(101, 109))
 
@@ -97,12 +97,11 @@ def test_the_watcher_names_each_collapse(pool: program.Pool, name: str) -> None:
 def look(sources: list[str]) -> str:
     """What the watcher says of a step with this one group."""
     columns = {"seeds": BOARDS[:2], "timeout": 0.5}
-    verdicts, total = games(sources, **columns), rewards(sources, **columns)
-    flat = statistics.fmean(program.flat_groups(total, len(sources)))
-    summary = program.StepSummary.of(
-        sources, verdicts, total, len(sources), flat=flat, target=2048, random_won=1.0, scoring_seconds=0.0
-    )
-    return program.Watcher(patience=1).look(summary, {})
+    totals = rewards(sources, **columns)
+    rows = [{"text": source, "reward": total, **dataclasses.asdict(verdict)}
+            for source, total, verdict in zip(sources, totals, games(sources, **columns), strict=True)]  # fmt: skip
+    summary = watch.StepSummary.of({"target": 2048, "completions": rows}, program.flat_groups(totals, len(rows)), 1.0)
+    return watch.Watcher(program.TrainConfig(curriculum=False)).look(summary, {})
 
 
 def test_equal_rewards_are_flat_whatever_their_last_digit() -> None:
@@ -131,7 +130,7 @@ def test_the_target_doubles_when_nine_in_ten_games_are_won() -> None:
 
 
 def test_without_a_curriculum_the_target_stays() -> None:
-    curriculum = program.Curriculum(2048, rising=False)
+    curriculum = program.Curriculum(2048, bar=1.0)
     for _ in range(9):
         curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 2048
@@ -143,15 +142,6 @@ def test_a_new_target_holds_from_the_step_after_the_next_on() -> None:
     for step in range(12):
         curriculum.record(step, curriculum.at(step), 1.0)
     assert [curriculum.at(step) for step in range(12)] == [2048] * 9 + [4096] * 3
-
-
-def test_a_curriculum_goes_on_where_it_stood() -> None:
-    before, after = program.Curriculum(2048), program.Curriculum(2048)
-    before.since.append((7, 4096))
-    before.recent.extend((0.5, 0.75))
-    after.restore(json.loads(json.dumps(before.state())))
-    assert after.state() == before.state()
-    assert (after.at(6), after.at(7)) == (2048, 4096)
 
 
 def test_prompts_follow_the_curriculum_and_vary() -> None:

@@ -16,13 +16,15 @@ from tests.helpers import FOR_EVER, HONEST, ROOT, wait_until
 pytest.importorskip("openenv", reason="optional: ./setup.sh --with openenv")
 pytestmark = pytest.mark.optional
 
+SERVER = str(ROOT / "integrations" / "openenv_2048.py")
+
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a server with a short limit of time and a low target."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, str(ROOT / "openenv_2048.py"), "--port", str(port), "--target", "256", "--boards", "2",
+    command = [sys.executable, SERVER, "--port", str(port), "--target", "256", "--boards", "2",
                "--timeout", "0.5"]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT) as server:
         try:
@@ -94,7 +96,7 @@ def test_sessions_do_not_mix(address: str) -> None:
     [(["--target", "100"], "target must be a power of two"), (["--port", "99999"], "cannot listen at 127.0.0.1, port")],
 )
 def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str) -> None:
-    command = [sys.executable, str(ROOT / "openenv_2048.py"), *flags]
+    command = [sys.executable, SERVER, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: {said}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers import ROOT, run_python
+import gpt_2048_rl as program
+from tests.helpers import ROOT, cmdline, run_python
 
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
 
@@ -32,16 +34,38 @@ def test_importing_the_program_imports_nothing_heavy() -> None:
     assert sorted(set(HEAVY) & {name.partition(".")[0] for name in done.stdout.split()}) == []
 
 
-def test_pages_are_made_without_the_program() -> None:
-    """It runs as __main__: imported once more it would have a second pool of players, and a second of everything."""
-    done = run_python("import sys, report; print(*sys.modules)")
+MODULES = sorted(path.stem for path in (ROOT / "toolkit").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_toolkit_imports_neither_the_script_nor_heavy_libraries(name: str) -> None:
+    """The script runs as __main__: imported once more it would have a second pool of players."""
+    done = run_python(f"import sys, toolkit.{name}; print(*sys.modules)")
     assert done.returncode == 0, done.stderr
     assert sorted({*HEAVY, "gpt_2048_rl"} & {name.partition(".")[0] for name in done.stdout.split()}) == []
+    imports = [node for node in ast.walk(ast.parse((ROOT / "toolkit" / f"{name}.py").read_text()))
+               if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
+    assert not any("gpt_2048_rl" in ast.unparse(node) for node in imports)
+
+
+@pytest.mark.parametrize("path", ["gpt_2048_rl.py", *(f"toolkit/{name}.py" for name in MODULES)])
+def test_no_name_is_used_above_its_definition(path: str) -> None:
+    """The files read from top to bottom, function bodies and annotations included."""
+    tree = ast.parse((ROOT / path).read_text())
+    lines: dict[str, int] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [name.id for target in targets for name in ast.walk(target or ast.Pass()) if isinstance(name, ast.Name)]
+        for name in (*names, getattr(node, "name", None)):
+            lines.setdefault(name or "", node.lineno)
+    early = [f"{name.id} in line {name.lineno}" for name in ast.walk(tree)
+             if isinstance(name, ast.Name) and name.lineno < lines.get(name.id, 0)]  # fmt: skip
+    assert early == []
 
 
 def test_the_workers_import_only_the_standard_library() -> None:
     """A referee needs no package: it runs without site-packages, so that none can be planted there either."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import gpt_2048_rl; print('site' in sys.modules)"
-    command = [sys.executable, "-P", "-s", "-S", "-c", code, str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+    with program.Pool(1) as pool:
+        (worker,) = pool._workers
+        arguments = cmdline(worker._process.pid).split(b"\0")
+    assert {b"-P", b"-s", b"-S"} <= set(arguments)

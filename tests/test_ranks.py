@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import gpt_2048_rl as program
 from tests.helpers import ROOT, alive, cmdline, descendants, run_python, wait_until
+from toolkit import ranks
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -89,20 +89,24 @@ def test_the_digest_tells_adapters_apart(base: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
-    before = program.adapter_digest(model)
-    assert program.adapter_digest(model) == before
+    before = ranks.weights_digest(model)
+    assert ranks.weights_digest(model) == before
     next(weights for name, weights in model.named_parameters() if "lora_B" in name).data[0, 0] += 1e-6
-    assert program.adapter_digest(model) != before
+    assert ranks.weights_digest(model) != before
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (5, 8)])
-def test_ranks_share_out_the_cores(rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert (
-        program.own_cores(range(6))
-        == {(0, 1): [0, 1, 2, 3, 4, 5], (0, 2): [0, 2, 4], (1, 2): [1, 3, 5], (5, 8): [5]}[rank, ranks]
-    )
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks share two cores")
+def test_ranks_share_out_the_cores() -> None:
+    """The pool of the second of two ranks has the odd cores, a worker on each."""
+    code = """
+import os
+import gpt_2048_rl as program
+cores = sorted(os.sched_getaffinity(0))
+with program.Pool() as pool:
+    assert [os.sched_getaffinity(worker._process.pid) for worker in pool._workers] == [{core} for core in cores[1::2]]
+"""
+    done = run_python(code, env={**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_process_needs_no_library_to_agree_with_itself() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import descendants, run, wait_until, without_seconds
+from toolkit.runs import board_key
 
 FORESEES = """
 import collections
-P = collections._sys.modules["gpt_2048_rl"]
+P = collections._sys.modules["__main__"]
 def strategy(board):
     for seed in P.board_seeds(64, held_out=True):
         if P.GameBoard(6, seed).board() == board:
@@ -25,7 +26,8 @@ import collections
 def strategy(board):
     frame, found = collections._sys._getframe(), []
     while frame:
-        found += [value.seeds for value in frame.f_locals.values() if hasattr(value, "seeds")]
+        found += [value.seeds for value in frame.f_locals.values()
+                  if hasattr(value, "seeds") and not isinstance(value, type)]
         frame = frame.f_back
     raise ValueError(str(found))
 """
@@ -49,18 +51,18 @@ def test_no_rule_leads_from_the_program_to_a_board(pool: program.Pool) -> None:
 
 def test_the_key_of_the_boards_is_kept_and_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    program.board_key.cache_clear()
+    board_key.cache_clear()
     try:
         first = program.board_seeds(2, held_out=True)
-        program.board_key.cache_clear()
+        board_key.cache_clear()
         assert program.board_seeds(2, held_out=True) == first
         file = tmp_path / "gpt_2048_rl" / "board_key"
         assert (len(file.read_text()), file.stat().st_mode & 0o777) == (32, 0o600)
         file.write_text("another machine's")
-        program.board_key.cache_clear()
+        board_key.cache_clear()
         assert program.board_seeds(2, held_out=True) != first
     finally:
-        program.board_key.cache_clear()
+        board_key.cache_clear()
 
 
 def test_no_player_is_forked_from_a_process_that_knows_seeds() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import gpt_2048_rl as program
 from gpt_2048_rl import REWARDS, GameResult, function_works, game_reward, no_cheating, strategy_succeeds
+from toolkit.runs import OUTCOMES
 
 
 def fenced(source: str) -> str:
@@ -58,7 +59,7 @@ def test_value_of_a_game(outcome: str, max_tile: int, target: int, value: float,
 
 def test_every_outcome_has_a_value() -> None:
     """None falls through to another's, and a larger tile is never worth less."""
-    for outcome in program.OUTCOMES:
+    for outcome in OUTCOMES:
         values = [game_reward(result(outcome, 1 << exponent), 2048) for exponent in range(1, 12)]
         assert values == sorted(values)
         assert all(map(math.isfinite, values))

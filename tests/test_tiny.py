@@ -44,7 +44,7 @@ def test_composed_strategies_are_distinct() -> None:
 
 def test_prompts_of_the_warm_start_never_have_the_held_out_wording() -> None:
     rng, task = random.Random(3), program.tiny_task()
-    prompts = [task.prompt(rng) for _ in range(200)]
+    prompts = [tiny.conversation(rng, task)[0]["content"] for _ in range(200)]
     assert len(set(prompts)) > 100
     assert not any(prompt.startswith(program.WORDINGS[-1].partition("{")[0]) for prompt in prompts)
 

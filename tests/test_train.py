@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +11,10 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
-from tests.helpers import HONEST, cmdline
+from tests.helpers import cmdline
 from tests.preloaded import run
+from toolkit.runs import OUTCOMES
+from toolkit.watch import sampled_curves
 
 
 def test_the_prompt_opens_the_final_channel(base: Path) -> None:
@@ -102,18 +103,7 @@ def test_divergence_and_entropy_are_sampled(curves: dict[str, list[tuple[int, fl
 
 
 def test_shares_of_games_add_up(curves: dict[str, list[tuple[int, float]]]) -> None:
-    assert sum(curves[f"outcomes/{outcome}"][0][1] for outcome in program.OUTCOMES) == pytest.approx(1.0)
-
-
-def test_checkpoints_keep_the_curriculum(trained: Run) -> None:
-    state = program.read_json(trained.folder / "checkpoint-2" / "trainer_state.json")
-    kept = state["stateful_callbacks"]["StepReporter"]["attributes"]["curriculum"]
-    won = [
-        sum(game["outcome"] == "success" for row in step["completions"] for game in row["results"])
-        / (2 * len(step["completions"]))
-        for step in trained.rollouts
-    ]
-    assert kept == {"since": [[0, TARGET]], "recent": pytest.approx(won)}
+    assert sum(curves[f"outcomes/{outcome}"][0][1] for outcome in OUTCOMES) == pytest.approx(1.0)
 
 
 @pytest.fixture(scope="session")
@@ -130,8 +120,9 @@ def test_the_effort_reaches_the_chat_template(loaded: tuple[Any, Any], tmp_path:
     for reasoning, effort in (("none", "low"), ("high", "high")):
         config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1, max_seq_length=569)  # type: ignore[arg-type]
         curriculum = program.Curriculum(2048)
-        log = program.RolloutLog(tmp_path / "rollouts.jsonl", config, curriculum)
-        trainer = program.make_trainer(model, tokenizer, config, tmp_path, log, curriculum)
+        rollouts = program.Rollouts(tmp_path / "rollouts.jsonl", config, curriculum)
+        rows = program.training_set(config, curriculum)
+        trainer = program.make_trainer(model, tokenizer, config, tmp_path, rollouts, rows)
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
         before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
         with pytest.raises(Exception, match=effort):
@@ -169,7 +160,7 @@ def test_the_divergence_is_that_of_two_distributions(loaded: tuple[Any, Any]) ->
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     batch = dict(zip(names, (*padded(prompt, left=True), *padded(answer, left=False)), strict=True))
     assert total > 0
-    assert program.sampled_curves(model, batch)["sampled/kl"] == pytest.approx(total / tokens, rel=1e-4)
+    assert sampled_curves(model, batch)["sampled/kl"] == pytest.approx(total / tokens, rel=1e-4)
 
 
 def test_training_changes_the_adapter(trained: Run) -> None:
@@ -227,40 +218,3 @@ def test_training_leaves_no_process(trained: Run) -> None:
     assert not any(argument in cmdline(int(path.name)) for path in Path("/proc").glob("[0-9]*"))
 
 
-def test_players_begin_while_other_completions_are_still_written(
-    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And begin with just what the trainer asks for later, so that no game is played twice."""
-    pool = program.shared_pool()
-    model, tokenizer = loaded
-    numbers = program.train_defaults("tiny", "stable", "none")
-    config = dataclasses.replace(numbers, steps=1, generations=16, batch_size=16, max_seq_length=768)
-    curriculum = program.Curriculum(64)
-    log = program.RolloutLog(tmp_path / "rollouts.jsonl", config, curriculum)
-    trainer = program.make_trainer(model, tokenizer, config, tmp_path, log, curriculum)
-    generate = vars(model).get("generate")
-    early: list[program.Job] = []
-    asked: list[program.Job] = []
-    begin, judge = pool.begin, pool.judge
-    monkeypatch.setattr(pool, "begin", lambda job: (asked or early.append(job), begin(job))[1])  # type: ignore[func-returns-value]
-    monkeypatch.setattr(pool, "judge", lambda jobs: (asked.extend(jobs), judge(jobs))[1])  # type: ignore[func-returns-value]
-    trainer.train()
-    of_the_step = [job for job in asked if job.completion]
-    assert len(of_the_step) == 16
-    assert set(early) <= set(of_the_step)
-    assert len(early) >= len(set(of_the_step)) / 2
-    assert vars(model).get("generate") == generate
-
-
-def test_a_job_that_was_begun_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = program.shared_pool()
-    judged: list[program.Job] = []
-    judge = pool._judge
-    monkeypatch.setattr(pool, "_judge", lambda worker, job: (judged.append(job), judge(worker, job))[1])  # type: ignore[func-returns-value]
-    job = program.Job(HONEST, (4,), target=64)
-    pool.begin(job)
-    pool.begin(job)
-    assert pool.judge([job, job])[0].results[0].outcome == "success"
-    assert judged == [job]
-    pool.judge([job])
-    assert judged == [job, job]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +13,23 @@ from rich.console import Console
 
 import gpt_2048_rl as program
 from tests.preloaded import run
-from toolkit import tiny
+from toolkit import machine, tiny, watch
+from toolkit.runs import OUTCOMES
 
-HEALTHY = program.StepSummary(
+HEALTHY = watch.StepSummary(
     target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,
-    spread=8.0, largest_tile=512, tiles={512: 1.0}, outcomes=dict.fromkeys(program.OUTCOMES, 0.0), jailed=0.0,
-    scoring_seconds=1.0)  # fmt: skip
+    spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
+    jailed=0.0)  # fmt: skip
+
+
+def watcher_of(**options: Any) -> watch.Watcher:
+    """A watcher with these options, where the target stays."""
+    return watch.Watcher(program.TrainConfig(**{"curriculum": False, **options}))
 
 
 def test_a_healthy_step_is_silent() -> None:
     logs = {"completions/clipped_ratio": 0.1, "entropy": 0.4, "sampled/kl": 0.1}
-    assert program.Watcher(patience=3).look(HEALTHY, logs) == ""
+    assert watcher_of(patience=3).look(HEALTHY, logs) == ""
 
 
 @pytest.mark.parametrize(
@@ -44,26 +48,26 @@ def test_a_healthy_step_is_silent() -> None:
 )
 def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[str, float], named: str) -> None:
     step = dataclasses.replace(HEALTHY, **change)
-    assert named in program.Watcher(patience=3).look(step, logs)
+    assert named in watcher_of(patience=3).look(step, logs)
 
 
 def test_entropy_that_runs_away_is_named() -> None:
     """As with an entropy bonus of 0.02 on the embedded model: 0.4 became 1.2 and more, and code turned to noise."""
-    watcher = program.Watcher(patience=3)
+    watcher = watcher_of(patience=3)
     said = [watcher.look(HEALTHY, {"entropy": entropy}) for entropy in (0.4, 0.4, 0.4, 0.4, 0.4, 0.7, 1.2, 2.0)]
     assert said[:7] == [""] * 7
     assert "entropy runs away" in said[7]
 
 
 def test_a_trouble_that_lasts_is_named_now_and_then() -> None:
-    watcher = program.Watcher(patience=100)
+    watcher = watcher_of(patience=100, repeat_warning=5)
     step = dataclasses.replace(HEALTHY, works=0.0)
-    said = [bool(watcher.look(step, {})) for _ in range(2 * program.Watcher.REPEAT)]
-    assert [i for i, spoke in enumerate(said) if spoke] == [0, program.Watcher.REPEAT]
+    said = [bool(watcher.look(step, {})) for _ in range(10)]
+    assert [i for i, spoke in enumerate(said) if spoke] == [0, 5]
 
 
 def test_collapse_is_proven_by_lost_steps_in_a_row() -> None:
-    watcher = program.Watcher(patience=3)
+    watcher = watcher_of(patience=3)
     for flat in (1.0, 1.0, 0.5, 1.0, 1.0):  # one step with a gradient begins the count anew
         watcher.look(dataclasses.replace(HEALTHY, flat=flat), {})
         assert not watcher.collapsed
@@ -72,45 +76,30 @@ def test_collapse_is_proven_by_lost_steps_in_a_row() -> None:
 
 
 def test_a_solved_task_is_no_collapse() -> None:
-    watcher = program.Watcher(patience=1)
+    watcher = watcher_of(patience=1)
     watcher.look(dataclasses.replace(HEALTHY, won=1.0, flat=1.0), {})
     assert not watcher.collapsed
 
 
 def test_a_solved_task_is_no_trouble_where_the_target_climbs() -> None:
     solved = dataclasses.replace(HEALTHY, won=1.0, random_won=0.5, flat=1.0, identical=True)
-    assert program.Watcher(patience=1, rising=True).look(solved, {}) == ""
+    assert watcher_of(patience=1, curriculum=True).look(solved, {}) == ""
 
 
 def test_it_is_said_when_random_moves_would_do_as_well() -> None:
     """Not of the first steps at a target, for which nobody could be better yet."""
-    watcher = program.Watcher(patience=20)
+    watcher = watcher_of(patience=20)
     said = [watcher.look(dataclasses.replace(HEALTHY, target=target), {}) for target in [2048] * 12 + [4096] * 10]
     assert [i for i, word in enumerate(said) if "random moves would do as well" in word] == [10]
     better = dataclasses.replace(HEALTHY, target=4096, random_won=0.3)
     assert watcher.look(better, {}) == ""
 
 
-@pytest.mark.parametrize(("minutes", "stops"), [(1e-9, True), (60.0, False), (0.0, False)])
-def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) -> None:
-    """After a step, and saved."""
-    config = program.TrainConfig(minutes=minutes)
-    with program.TrainingView(Console(quiet=True), config) as view:
-        reporter = program.step_reporter(
-            SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY, finalists={}),
-            program.Curriculum(2048), program.Watcher(20), view, config, program.Interruption())  # fmt: skip
-        control = SimpleNamespace(should_save=False, should_training_stop=False)
-        reporter._began = time.monotonic() - 1
-        reporter.on_step_end(None, None, control)
-        reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
-    assert (control.should_save, control.should_training_stop) == (stops, stops)
-
-
 def last_view(troubles: list[str], source: str = "def strategy(board):") -> str:
     """What stands in a terminal after as many steps, their rewards rising."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system=None, width=100)
-    with program.TrainingView(console, program.TrainConfig(steps=9)) as view:
+    with watch.TrainingView(console, steps=9) as view:
         for number, trouble in enumerate(troubles, 1):
             screen.truncate(screen.seek(0))
             step = dataclasses.replace(HEALTHY, reward=float(number), outcomes={"success": 0.25, "lost": 0.75})
@@ -122,12 +111,12 @@ def test_a_terminal_has_one_view_of_it_all() -> None:
     shown = last_view(["", "", ""])
     for part in ("step 3/9", "0:06:00 left", "▁▅█", "success 25%  lost 75%", "tile 512 in step 2", "def strategy"):
         assert part in shown
-    assert "watch out" not in shown
+    assert "warning" not in shown
 
 
 def test_a_trouble_stands_there_for_as_long_as_it_lasts() -> None:
-    assert "watch out: all lost" in last_view(["", "all lost"])
-    assert "watch out" not in last_view(["all lost", ""])
+    assert "warning: all lost" in last_view(["", "all lost"])
+    assert "warning" not in last_view(["all lost", ""])
 
 
 def test_a_program_cannot_take_the_terminal_over() -> None:
@@ -142,7 +131,7 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     """
     from safetensors.torch import load_file
 
-    program.prepare_environment(offline=True)
+    machine.prepare_environment(offline=True)
     config = tiny.WarmStartConfig(steps=1, batch=4, corpus=50)
     noise = tiny.warm_start(program.tiny_task(), config=config, folder=tmp_path / "noise")
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
@@ -152,7 +141,7 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["steps"], result["collapsed"], result["best"]) == (2, True, None)
-    assert "watch out: " in done.stderr
+    assert "warning: " in done.stderr
     assert (tmp_path / "lost" / "checkpoint-2").is_dir()
     assert "no gradient in 100% of groups" in done.stderr
     weights = load_file(tmp_path / "lost" / "adapter" / "adapter_model.safetensors")

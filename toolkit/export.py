@@ -376,7 +376,7 @@ def write_export(source: Path, adapter: Path, base: str, format: str, folder: Pa
 def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Task]) -> dict[str, Any]:
     """The export command.  Returns what --json prints.
 
-    `task` gives the game's task for a keyboard layout; with it, an embedded model that left the cache is made again.
+    `task` returns the embedded model's task for a keyboard layout.
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     adapter = find_adapter(config.source)
@@ -384,9 +384,10 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     if folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
-    check_model(base, "none")
     if layout := tiny.layout_of(Path(base)):
-        tiny.warm_start(task(layout), progress=tiny.every_tenth(say))
+        tiny.warm_start(task(layout), progress=tiny.every_tenth(say))  # it may have left the cache
+    else:
+        check_model(base, "none")
     if config.format != "lora":
         check_download(base)
     if config.push_to_hub:

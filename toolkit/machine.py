@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit import UsageError, cache_folder
-from toolkit.ranks import RANKS, sharded
+from toolkit.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.runs import read_json
-from toolkit.tiny import layout_of
+from toolkit.tiny import Task, every_tenth, layout_of, warm_start
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ def settings_for_transformers(machine: Machine) -> Settings:
     """A GPU with `--loader transformers`."""
     rows = (
         device_row(machine),
-        ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a shard of the weights" if sharded() else ""),
+        ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a shard of the weights" if SHARDED else ""),
         ("precision", "bfloat16", "--loader transformers"),
         ("gradient checkpointing", "on the GPU", ""),
     )
@@ -382,7 +382,7 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
                   for name, shape in shapes.items())  # fmt: skip
     adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
                   if len(shape) > 1 and not whole.search(name))  # fmt: skip
-    parts = RANKS if sharded() else 1
+    parts = RANKS if SHARDED else 1
     return {
         "weights": weights / parts,
         "adapters": 10.0 * getattr(config, "lora_rank", 0) * adapted / parts,
@@ -412,6 +412,57 @@ def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def prepare(
+    name: str, config: ModelConfig, say: Callable[[Any], None], task: Callable[[str], Task]
+) -> tuple[str, dict[str, Any]]:
+    """Everything before a model is loaded: environment, settings, checks, the embedded model's warm start.
+
+    Returns the model's name or folder, and the arguments of Unsloth's loader.  `task` makes the warm start's task of a
+    keyboard layout.
+    """
+    base, plain = adapter_base(name), uses_transformers(config)
+    local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(layout_of(base))))
+    prepare_environment(offline=local)
+    say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
+    if not plain:
+        import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    if stays_as_stored(name):
+        config = dataclasses.replace(config, load_in_4bit=False)  # type: ignore[type-var]
+    machine = find_machine()
+    settings = choose_settings(machine, config)
+    os.environ.update(settings.environment)
+    say(settings_table(settings))
+    if local:
+        disable_progress_bar()  # it is for downloads
+    if layout := getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base):
+        torch.set_num_threads(1)  # as in its warm start
+        tiny = by_first_rank(partial(warm_start, task(layout), progress=every_tenth(say)))  # a base can leave the cache
+        name = str(tiny) if name == "tiny" else name
+    if warning := memory_warning(name, machine, config):
+        say(warning)
+    if not local:
+        check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
+    return name, settings.load
+
+
+def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+    packed = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    unpacked = Mxfp4Config(dequantize=True) if packed else None
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked)
+    model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Doctor
 
 
@@ -426,11 +477,11 @@ class DoctorConfig:
 
 
 def doctor(
-    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], str]
+    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], object]
 ) -> dict[str, Any]:
     """The doctor command.  Returns what --json prints; `fit` says whether training can start.
 
-    `training` returns the training configuration of a model by its name.  `jail` says how model-written code is jailed,
+    `training` returns the training configuration of a model by its name.  `jail` starts the players' pool,
     and raises UsageError if the jail does not hold.
     """
     from rich.table import Table
@@ -442,6 +493,10 @@ def doctor(
                                   load_in_16bit=config.load_in_16bit)  # fmt: skip
     rows: list[tuple[str, ...]] = []
     warnings: list[str] = []
+
+    def players() -> str:
+        jail()
+        return f"holds, {len(os.sched_getaffinity(0))} workers"
 
     def settings() -> str:
         rows.extend(choose_settings(machine, planned).rows)
@@ -462,7 +517,7 @@ def doctor(
 
     checks: dict[str, str] = {}
     wrong: list[str] = []
-    for part, check in {"settings": settings, "jail": jail, "model": model, "memory": memory}.items():
+    for part, check in {"settings": settings, "jail": players, "model": model, "memory": memory}.items():
         try:
             checks[part] = check()
         except UsageError as error:

@@ -6,6 +6,7 @@ items, or on rank 0 by `by_first_rank`.  With one process, all of this does noth
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ T = TypeVar("T")
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+SHARDED = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # the model is spread over the GPUs of all ranks
 
 
 class RankConfig(Protocol):
@@ -25,11 +27,6 @@ class RankConfig(Protocol):
 
     @property
     def loader(self) -> str: ...
-
-
-def sharded() -> bool:
-    """Whether accelerate spreads the model over the GPUs of all ranks (FSDP)."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def join_ranks(config: RankConfig, prepare: Callable[[bool], None]) -> None:
@@ -70,3 +67,24 @@ def by_first_rank(make: Callable[[], T]) -> T:
     if not made[1]:
         raise SystemExit(2)
     return made[0]  # type: ignore[no-any-return]
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 of all weights that are trained."""
+    digest = hashlib.sha256()
+    for weights in model.parameters():
+        if weights.requires_grad:
+            digest.update(weights.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def whole_weights(trainer: Any) -> dict[str, Any] | None:
+    """The weights of a model that is spread over the ranks; None where each rank has all of them.
+
+    Raises RuntimeError where the ranks' adapters differ.
+    """
+    if SHARDED:
+        return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped))
+    if RANKS > 1 and len(set(gathered([weights_digest(trainer.model)]))) > 1:
+        raise RuntimeError("the ranks have trained different adapters")
+    return None

@@ -14,12 +14,13 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import cache_folder
+from toolkit.programs import moves_source
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,20 @@ class Task:
     """What the warm start needs to know about the game."""
 
     layout: str  # name of the keyboard layout
-    keys: str  # its keys for up, down, left, right
-    alphabet: str  # the keys of all layouts; each becomes a token of its own
+    layouts: Mapping[str, str]  # by name: the keys for up, down, left, right
     final_channel: str  # the special tokens that end a prompt, so that the answer starts at once
-    prompt: Callable[[random.Random], str]  # draws a user message: size, target and wording
-    moves: Callable[[str, str], str]  # (keys, order) -> source that computes `after` and the legal `moves` of a `board`
+    prompt: Callable[..., str]  # (size, target, wording=) -> a user message
+    wordings: int  # how many of them training uses
+
+    @property
+    def keys(self) -> str:
+        """The keys for up, down, left, right."""
+        return self.layouts[self.layout]
+
+    @property
+    def alphabet(self) -> str:
+        """The keys of all layouts.  Each becomes a token of its own."""
+        return "".join(self.layouts.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,7 +114,7 @@ def compose_strategy(rng: random.Random, task: Task) -> str:
     if "flat" in body:
         body = f"    flat = sum(board, [])\n{body}"
     if {"first", "search"} & set(kinds):
-        head = task.moves(task.keys, some_keys(rng, task.keys, 4))
+        head = moves_source(task.keys, some_keys(rng, task.keys, 4))
         if "search" in kinds:
             tie_break = rng.choice(("", " + random.random()"))  # without it, max takes the first of equal moves
             head += SCORE_FUNCTION.format(total=weighted_sum(rng, rng.choice((1, 2, 3))) + tie_break)
@@ -115,7 +125,7 @@ def compose_strategy(rng: random.Random, task: Task) -> str:
 
 def conversation(rng: random.Random, task: Task) -> list[dict[str, str]]:
     """One training example: a random prompt of the task, answered with a composed strategy."""
-    prompt = task.prompt(rng)
+    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(9, 16), wording=rng.randrange(task.wordings))
     answer = f"```python\n{compose_strategy(rng, task)}```"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 

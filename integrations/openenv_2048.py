@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The task as an OpenEnv environment: the strategy is the action, and the program's own referee judges it.
 
-    ./setup.sh --with openenv python openenv_2048.py --port 8000
+    ./setup.sh --with openenv python integrations/openenv_2048.py --port 8000
 
 `reset` draws boards and gives the prompt.  `step` takes an answer, plays its strategy in the jail on those boards and
 ends the episode with the reward of training.  A `seed` draws the same boards again, on the same machine: they come from
@@ -16,7 +16,10 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 import uvicorn

@@ -1,0 +1,110 @@
+"""The command line, made by tyro from config classes: headings, ranges, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from toolkit import UsageError
+from toolkit.ranks import RANK
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def chosen(argv: Sequence[str], options: Mapping[str, str], switch: str) -> dict[str, Any]:
+    """The values that a command line gives to a few options, and whether it has a switch.
+
+    They decide the defaults of all others, so they are read before tyro parses the line and says what is wrong with it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, default in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name, default=default)
+    parser.add_argument(f"--{switch}", action="store_true")
+    try:
+        return vars(parser.parse_known_args(argv)[0])
+    except argparse.ArgumentError:
+        return {**options, switch: False}
+
+
+def grouped(kind: type[Any], default: Any) -> type[Any]:
+    """A class with a field for each base class of a config class.  tyro shows each field under a heading of its own."""
+    fields: list[tuple[str, Any, Any]] = []
+    for base in kind.__bases__:
+        field: Any = dataclasses.field()
+        if default is not None:
+            own = base(**{field.name: getattr(default, field.name) for field in dataclasses.fields(base)})
+            field = dataclasses.field(default_factory=partial(copy.copy, own))
+        fields.append((base.__name__.removesuffix("Options"), base, field))
+    return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
+
+
+def check_ranges(config: Any) -> None:
+    """Raise UsageError for a number outside the range that stands beside its type."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        for low, high in getattr(hint, "__metadata__", ()):
+            if not low <= getattr(config, name) <= high:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} must lie between {low} and {high}, not {getattr(config, name)}")
+
+
+def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:
+    """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
+    import tyro
+
+    groups = kind.__bases__ != (object,)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed: Any = tyro.cli(
+                grouped(kind, default) if groups else kind, args=list(argv), prog=prog, description=kind.__doc__,
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.OmitArgPrefixes),
+            )  # fmt: skip
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()[1:]]
+        said = " ".join(takewhile(lambda line: line and not line.startswith("─"), lines))
+        raise UsageError(f"{said} (see {prog} --help)") from None
+    if groups:
+        parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+    check_ranges(parsed)
+    return parsed
+
+
+def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:
+    """Parse a command line and run its command.
+
+    Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
+    collapsed; 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    real_stdout = sys.stdout
+    try:
+        config = parse_arguments()
+        from rich.console import Console
+
+        with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
+            result = run(config, Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False))
+        if config.json and RANK == 0:
+            print(json.dumps(result), file=real_stdout)
+    except UsageError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    if result.get("fit") is False:
+        return 2
+    if result.get("interrupted"):
+        return 128 + int(result["interrupted"])
+    return 3 if result.get("collapsed") else 0

@@ -1,0 +1,395 @@
+"""Pages about runs, made from their folders alone: report.html of one run, compare.html of several.
+
+A page is one file and needs no network.  Much of its text was written by a model, so all text goes through `text` and
+all data through `safe_json`.  Its content security policy allows only the style and the script of
+report_template.html, by their hashes.
+
+    python -m toolkit.report outputs/RUN ...        write outputs/RUN/report.html again, also of a run that was killed
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit import UsageError, visible
+from toolkit.runs import (
+    AFTER,
+    GREEDY,
+    OUTCOMES,
+    RANDOM,
+    Attempt,
+    Pair,
+    Run,
+    Score,
+    median_interval,
+    pairs_between,
+    pairs_within,
+    read_run,
+    read_runs,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text and tables
+
+LONGEST = 8000  # characters of a program that a page shows
+Cell = str | tuple[str, str, Sequence[float]]  # a figure, the text below it, and low, value and high in [0, 1]
+
+
+def text(value: object) -> str:
+    """Any text as HTML, for an element or an attribute."""
+    return html.escape(visible(value), quote=True)
+
+
+def safe_json(value: object) -> str:
+    """JSON without the characters that could end the script element around it."""
+    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value))
+
+
+def listing(title: str, source: str | None, opened: bool = False) -> str:
+    """A program below a line that opens and closes it."""
+    source = source or "# no program that could be read"
+    rest = f"\n# and {len(source) - LONGEST} more characters" if len(source) > LONGEST else ""
+    return (f"<details{' open' * opened}><summary>{text(title)}</summary>"
+            f"<pre><code>{text(source[:LONGEST] + rest)}</code></pre></details>")  # fmt: skip
+
+
+def table_cell(value: Cell) -> str:
+    """The content of a table's cell: text, or a figure with a text and an interval below it."""
+    if isinstance(value, str):
+        return text(value)
+    figure, below, marks = value
+    drawn = ""
+    if marks:
+        low, middle, high = (f"{100 * mark:.1f}" for mark in marks)
+        drawn = ('<svg class="track" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+                 '<line x2="100" y1="5" y2="5"/>'
+                 f'<line class="range" x1="{low}" x2="{high}" y1="5" y2="5"/>'
+                 f'<line class="value" x1="{middle}" x2="{middle}" y1="5" y2="5"/></svg>')  # fmt: skip
+    return f"{text(figure)}<small>{text(below)}</small>{drawn}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table whose first column names its rows."""
+    titles = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
+    lines = (f'<tr><th scope="row">{table_cell(name)}</th>' + "".join(f"<td>{table_cell(v)}</td>" for v in values)
+             + "</tr>" for name, *values in rows)  # fmt: skip
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def score_table(scores: Mapping[str, Score], target: int) -> str:
+    """What each player reached, with 95% intervals as figures and as lines."""
+    largest = max((max(score.tiles, default=score.largest_tile_median) for score in scores.values()), default=2.0)
+    rows: list[list[Cell]] = []
+    for player, score in scores.items():
+        median, interval = score.largest_tile_median, median_interval(score.tiles)
+        low, high = interval or (median, median)
+        marks = [math.log2(max(2, tile)) / math.log2(max(2, largest)) for tile in (low, median, high)]
+        rows.append([player, (f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
+                              (score.won_low, score.won, score.won_high)),
+                     (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
+                     str(score.games)])  # fmt: skip
+    return table(("held-out boards", f"made {target}", "median largest tile", "games"), rows) + (
+        '<p class="quiet">Below each figure: its 95% interval, Wilson\'s for shares, order statistics for medians. '
+        f"The lines run from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale.</p>")  # fmt: skip
+
+
+def pair_table(pairs: Sequence[Pair], target: int) -> str:
+    """On how many common boards each of two players did better."""
+
+    def split(first: int, second: int, p: float) -> Cell:
+        return f"{first} : {second}", "p < 0.001" if p < 0.001 else f"p = {p:.3f}", ()
+
+    rows: list[list[Cell]] = [
+        [f"{p.first} against {p.second}", split(p.won_first, p.won_second, p.won_p),
+         split(p.higher_first, p.higher_second, p.higher_p), str(p.boards)] for p in pairs]  # fmt: skip
+    return table(("board by board", f"only one made {target}", "higher largest tile", "boards"), rows) + (
+        '<p class="quiet">The number of boards on which the first and the second did better; on the others they are '
+        "equal. Exact McNemar test for the target, sign test for the largest tile. Both are two-sided and not "
+        f"corrected for multiple testing ({2 * len(pairs)} tests).</p>")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Charts
+
+Form = Literal["percent", "number", "tile"]
+
+
+def axis(values: Sequence[float], form: Form) -> tuple[float, float]:
+    """The ends of an axis that holds all values.  Tiles come as exponents, and their ends are an even number apart."""
+    if form == "percent":
+        return 0.0, 1.0
+    spread = max(values) - min(values)
+    unit = 2.0 if form == "tile" else 10.0 ** math.floor(math.log10(spread or 1.0))
+    low = unit * math.floor(min(values) / unit)
+    return low, max(low + unit, unit * math.ceil(max(values) / unit))
+
+
+def shapes(curves: Mapping[str, Mapping[int, float]], low: float, high: float, stacked: bool) -> str:
+    """SVG lines, or areas stacked on each other, on a canvas of 1000 by 400."""
+    steps = sorted({step for curve in curves.values() for step in curve})
+
+    def corner(step: int, value: float) -> str:
+        x = (step - steps[0]) / max(1, steps[-1] - steps[0])
+        return f"{1000 * x:.1f},{400 * (high - value) / (high - low):.1f}"
+
+    drawn, floor = [], dict.fromkeys(steps, 0.0)
+    for i, curve in enumerate(curves.values()):
+        if stacked:
+            top = {step: floor[step] + curve.get(step, 0.0) for step in steps}
+            outline = [corner(*point) for point in (*top.items(), *reversed(floor.items()))]
+            floor = top
+        else:
+            outline = [corner(*point) for point in sorted(curve.items())]
+        drawn.append(f'<{"polygon" if stacked else "polyline"} class="s{i % 7}" points="{" ".join(outline)}"/>')
+    return "".join(drawn)
+
+
+def chart(title: str, curves: Mapping[str, Mapping[int, float]], form: Form, stacked: bool = False) -> str:
+    """Curves over the steps, as lines or as stacked areas; "" if there are none.
+
+    The drawing is stretched to any width, so labels are HTML beside it and a slider reads the values out.
+    """
+    curves = {name: curve for name, curve in curves.items() if curve}
+    steps = sorted({step for curve in curves.values() for step in curve})
+    if not steps:
+        return ""
+    scale: Callable[[float], float] = math.log2 if form == "tile" else float
+    scaled = {name: {step: scale(value) for step, value in curve.items()} for name, curve in curves.items()}
+    low, high = axis([value for curve in scaled.values() for value in curve.values()], form)
+    labels = {"percent": "{:.0%}", "number": "{:g}", "tile": "{:.0f}"}
+    ticks = (labels[form].format(2**at if form == "tile" else at) for at in (high, (low + high) / 2, low))
+    values = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
+    return f"""<figure data-chart="{text(json.dumps({"form": form, "steps": steps, "curves": values}))}">
+<figcaption>{text(title)}</figcaption>
+<ul>{"".join(f'<li class="s{i % 7}">{text(name)}</li>' for i, name in enumerate(curves))}</ul>
+<div class="plot"><div aria-hidden="true">{"".join(f"<span>{tick}</span>" for tick in ticks)}</div>
+<svg viewBox="0 0 1000 400" preserveAspectRatio="none" role="img" aria-label="{text(title)}, by step">
+{shapes(scaled, low, high, stacked)}<line class="mark" y2="400"/></svg>
+<input type="range" min="0" max="{len(steps) - 1}" value="{len(steps) - 1}" aria-label="{text(title)}: step"></div>
+<p class="readout"></p></figure>"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+HIDDEN = {"output_dir", "run_name", "run", "json"}  # this machine's paths, and what the title says already
+TEMPLATE = Path(__file__).with_name("report_template.html")
+
+
+def grid(*parts: str) -> str:
+    """Charts and cards side by side; "" if there are none."""
+    return f'<div class="charts">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def section(title: str, *content: str) -> str:
+    """A section of a page; "" if it has no content."""
+    return f"<section><h2>{text(title)}</h2>{''.join(content)}</section>" if any(content) else ""
+
+
+def headline(run: Run) -> str:
+    """The result in a few sentences."""
+    score, control, target = run.scores.get(AFTER), run.scores.get(RANDOM), run.config["target"]
+    if not score:
+        return (f"This run has no result: it was stopped, or is still training. It has done "
+                f"{max(run.steps, default=0)} of {run.config['steps']} steps.")  # fmt: skip
+    said = (f"Programs of the trained model made {target} on {score.won:.0%} of {score.games} held-out boards. "
+            f"Their median largest tile is {score.largest_tile_median:.0f}.")  # fmt: skip
+    if control:
+        said += f" Random legal moves: {control.won:.0%} and {control.largest_tile_median:.0f}."
+    if run.result.get("collapsed"):
+        said += " Training ended early, because nothing more could be learned from its games."
+    if run.result.get("jailed") is False:
+        said += " These programs ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating."
+    return said
+
+
+def curve_charts(run: Run) -> str:
+    """A run's curves."""
+
+    def named(**names: str) -> dict[str, dict[int, float]]:
+        return {name.replace("_", " "): run.curves.get(curve, {}) for name, curve in names.items()}
+
+    outcomes = {name.replace("_", " "): run.curves.get(f"outcomes/{name}", {}) for name in OUTCOMES}
+    return grid(
+        chart("Reward of an answer", named(all_rewards="reward", its_games="games/reward"), "number"),
+        chart("How games ended", outcomes, "percent", stacked=True),
+        chart("Largest tile", named(target="games/target", median_of_games="games/largest_tile"), "tile"),
+        chart("Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"),
+    )  # fmt: skip
+
+
+def changes(run: Run) -> str:
+    """How programs changed: the best and the middle one of five steps, from the first to the last."""
+    numbers = sorted(run.steps)
+    cards = []
+    for number in sorted({numbers[round(i * (len(numbers) - 1) / 4)] for i in range(5)} if numbers else ()):
+        step = run.steps[number]
+        ranked = sorted(step.attempts, key=lambda attempt: (attempt.reward, sum(attempt.tiles)))
+        middle, best = ranked[len(ranked) // 2], ranked[-1]
+        different = len({attempt.source for attempt in ranked})
+        said = (f"Target {step.target}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
+                f"{different} different programs in {len(ranked)} answers.")  # fmt: skip
+        programs = listing(f"Best: {best}", best.source) + listing(f"Middle: {middle}", middle.source)
+        cards.append(f"<article><h3>Step {number}</h3><p>{said}</p>{programs}</article>")
+    shares = {"load": "games/works", "differ from the others of their group": "games/distinct"}
+    drawn = chart("Answers whose program", {name: run.curves.get(c, {}) for name, c in shares.items()}, "percent")
+    return grid(drawn, *cards)
+
+
+def best_programs(run: Run, count: int = 5) -> str:
+    """The programs that reached the largest tiles in training."""
+    tries: dict[str, list[tuple[int, Attempt]]] = {}
+    for number, step in run.steps.items():
+        for attempt in step.attempts:
+            if attempt.source and attempt.plays:
+                tries.setdefault(attempt.source, []).append((number, attempt))
+    tiles = {source: [tile for _, attempt in made for tile in attempt.tiles] for source, made in tries.items()}
+    ranked = sorted(tiles, key=lambda source: (statistics.fmean(tiles[source]), len(tiles[source])), reverse=True)
+    return "".join(
+        listing(f"Largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
+                f"{'games' if len(tiles[source]) > 1 else 'game'}), "
+                f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
+                f"first written at step {tries[source][0][0]}", source)
+        for source in ranked[:count])  # fmt: skip
+
+
+def write_page(file: Path, title: str, lead: str, before: str, after: str, games: Mapping[str, Any]) -> Path:
+    """Fill in the template and write the page atomically.  `games` are those to replay, by name.  Raises UsageError."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    hashes = {tag: base64.b64encode(hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[0].encode())
+                                    .digest()).decode() for tag in ("style", "script")}  # fmt: skip
+    policy = "; ".join(("default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'",
+                        *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items())))  # fmt: skip
+    parts = {"policy": policy, "title": text(title), "lead": text(lead), "before": before, "after": after,
+             "games": safe_json([{"name": name, **game} for name, game in games.items() if game])}  # fmt: skip
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)  # one pass: parts may contain {{...}}
+    try:
+        write_whole(file, page)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+    return file
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's report.html.  Raises UsageError."""
+    run = read_run(folder)
+    target, pairs = run.config["target"], pairs_within(run)
+    scores = score_table(run.scores, target) if run.scores else ""
+    facts = {**run.config, **{f"at the end: {name}": value for name, value in run.result.items() if name not in HIDDEN}}
+    known = [[name, str(value)] for name, value in facts.items()
+             if name not in HIDDEN and isinstance(value, str | int | float)]  # fmt: skip
+    after = (section("Training", curve_charts(run)), section("How programs changed", changes(run)),
+             section("The best programs", listing("Best of the run, chosen on boards of its own", run.best, opened=True)
+                     if run.best else "", best_programs(run)),
+             section("Settings", "<details><summary>All of them</summary>", table(("name", "value"), known),
+                     "</details>"))  # fmt: skip
+    before = section("Result", scores, pair_table(pairs, target) if pairs else "")
+    return write_page(folder / "report.html", f"{run.name}: a model learns to play 2048", headline(run), before,
+                      "".join(after), {run.name: run.game})  # fmt: skip
+
+
+def try_report(folder: Path) -> str:
+    """Write a run's page.  An error costs the run nothing.  Returns what to say."""
+    try:
+        return f"the report is {write_report(folder)}"
+    except Exception as error:  # the weights are worth more than any page about them
+        return f"no report could be written: {error}"
+
+
+def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path) -> Path:
+    """Write the page that compares several runs.  Raises UsageError."""
+    first = next(iter(runs.values()))
+    scores = {f"{name}, {player}": score for name, run in runs.items() for player, score in run.scores.items()
+              if player not in (RANDOM, GREEDY)}  # fmt: skip
+    scores |= {player: first.scores[player] for player in (RANDOM, GREEDY) if player in first.scores}
+    curves: dict[str, tuple[str, Form]] = {
+        "Reward of an answer": ("reward", "number"), "Median largest tile": ("games/largest_tile", "tile"),
+        "Target": ("games/target", "tile"), "Games that made the target": ("games/won", "percent"),
+        "Answers whose program loads": ("games/works", "percent"),
+        "Answers whose program differs from the others of its group": ("games/distinct", "percent")}  # fmt: skip
+    charts = (chart(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)
+              for title, (curve, form) in curves.items())  # fmt: skip
+    settings = {name for run in runs.values() for name in run.config if name not in HIDDEN}
+    differ = [[name, *(str(run.config.get(name, "")) for run in runs.values())] for name in sorted(settings)
+              if len({str(run.config.get(name)) for run in runs.values()}) > 1]  # fmt: skip
+    after = (section("Training", grid(*charts)),
+             section("The best programs", *(listing(name, run.best) for name, run in runs.items() if run.best)),
+             section("Settings that differ", table(("name", *runs), differ) if differ else ""))  # fmt: skip
+    before = section("Result", score_table(scores, first.config["target"]), pair_table(pairs, first.config["target"]))
+    lead = f"{len(runs)} training runs. Every two are compared on the boards that both played."
+    return write_page(file, "Runs compared", lead, before, "".join(after),
+                      {name: run.game for name, run in runs.items()})  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@dataclass
+class CompareConfig:
+    """Compare several runs, with paired tests on the held-out boards that both of two runs played."""
+
+    runs: tuple[Path, ...]  # their folders
+    output: Path = Path("compare.html")  # the page to write
+    json: bool = False
+
+
+def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
+    """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
+    from rich.table import Table
+
+    runs = read_runs(config.runs)
+    pairs = pairs_between(runs)
+    write_comparison(runs, pairs, config.output)
+    target = next(iter(runs.values())).config["target"]
+    scores = Table(AFTER, f"made {target}", "95% interval", "median tile", "games")
+    printed = {}
+    for name, score in ((name, run.scores[AFTER]) for name, run in runs.items()):
+        scores.add_row(name, f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
+                       f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
+        printed[name] = {"games": score.games, "won": score.won, "low": score.won_low, "high": score.won_high,
+                      "median": score.largest_tile_median, "by_board": runs[name].by_board(AFTER)}  # fmt: skip
+    console.print(scores)
+    tests = Table("board by board", f"only one made {target}", "p (McNemar)", "higher tile", "p (sign)", "boards")
+    for pair in pairs:
+        tests.add_row(f"{pair.first} against {pair.second}", f"{pair.won_first} : {pair.won_second}",
+                      f"{pair.won_p:.3g}", f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.3g}",
+                      str(pair.boards))  # fmt: skip
+    console.print(tests)
+    console.print("Both tests are exact, two-sided and not corrected for multiple testing. "
+                  f"The page is {config.output}", highlight=False, soft_wrap=True)  # fmt: skip
+    return {"page": str(config.output), "runs": printed, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of each folder again.  Returns the exit code."""
+    if not argv:
+        print("error: name the folder of at least one run", file=sys.stderr)
+        return 2
+    try:
+        for folder in argv:
+            print(write_report(Path(folder)))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

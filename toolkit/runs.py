@@ -1,0 +1,620 @@
+"""A run's folder: checkpoints, the lock, resuming, reading it back, and the statistics that compare runs.
+
+A run writes these files to OUTPUT_DIR/RUN_NAME:
+
+    config.json         the config it began with            origin.json    when, with which versions, from which commit
+    checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step
+    rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
+    events.out.*        TensorBoard's curves
+    result.json         the scores on the held-out boards; a run without it can be resumed
+    best_strategy.py, best_game.json, report.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, islice
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from toolkit import UsageError, cache_folder
+from toolkit.ranks import RANK
+
+OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")  # how a game can end
+BEFORE, AFTER, BEST = "before training", "after training", "best program"
+RANDOM, GREEDY = "random legal moves", "greedy on empty cells"  # the controls
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Turn any error that a damaged file causes into a UsageError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        raise UsageError(f"{file} is damaged: restore it, or use another folder") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no such file.  Raises UsageError if the file is damaged."""
+    with naming(file):
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def bring_to_disk(path: Path) -> None:
+    """Wait until a file, or a folder with everything in it, is on the disk."""
+    for part in (*(path.rglob("*") if path.is_dir() else ()), path):
+        descriptor = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: after a kill the old content is still there."""
+    aside = path.with_name(f".{path.name}.unfinished")
+    aside.write_text(text, encoding="utf-8")
+    bring_to_disk(aside)
+    aside.replace(path)
+
+
+def point(link: Path, name: str) -> None:
+    """Make a symbolic link to a neighbour, or redirect an existing one."""
+    aside = link.with_name(f".{link.name}-{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    aside.replace(link)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+UNFINISHED = ".unfinished"  # the folder in which a checkpoint is written
+DIGESTS = "digests.json"  # SHA-256 of a checkpoint's files
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a folder, by its path in the folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != DIGESTS:
+            with path.open("rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """A run's checkpoints, newest first."""
+    found = {int(path.name.removeprefix("checkpoint-")): path for path in run.glob("checkpoint-*")
+             if path.name.removeprefix("checkpoint-").isdecimal()}  # fmt: skip
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose digests are right; None if there is none.  `say` is told which ones are damaged."""
+    for checkpoint in checkpoints(run):
+        with contextlib.suppress(UsageError, OSError):
+            if digests(checkpoint) == read_json(checkpoint / DIGESTS) != {}:
+                return checkpoint
+        say(f"{checkpoint} is damaged: skipping it")
+    return None
+
+
+def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
+    """Move a checkpoint into the run's folder once all of it is on the disk, then remove the oldest ones.
+
+    `best` makes the link `best` point to it.  The checkpoint behind that link is never removed.
+    """
+    write_whole(written / DIGESTS, json.dumps(digests(written), indent=2) + "\n")
+    bring_to_disk(written)
+    place = run / written.name
+    shutil.rmtree(place, ignore_errors=True)  # a damaged checkpoint of the same step
+    if (run / "rollouts.jsonl").exists():  # a run resumes from both
+        bring_to_disk(run / "rollouts.jsonl")
+    written.rename(place)
+    if best:
+        point(run / "best", written.name)
+    bring_to_disk(run)
+    for old in checkpoints(run)[keep:]:
+        if old.resolve() != (run / "best").resolve():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class AtomicCheckpoints:
+    """Mixin for a transformers Trainer: a checkpoint is written in `.unfinished` and moved when it is complete.
+
+    Name it before the trainer, set both class attributes and override `is_best`:
+    `class Trainer(AtomicCheckpoints, GRPOTrainer): run_folder, keep_checkpoints = run, 3`
+    """
+
+    run_folder: Path
+    keep_checkpoints: int  # how many of the newest stay, besides the best
+    accelerator: Any  # the trainer sets these two
+    state: Any
+
+    def is_best(self) -> bool:
+        """Whether the checkpoint about to be written is the best so far.  Called once per checkpoint, on every rank."""
+        return False
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.run_folder / UNFINISHED)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        place = self.run_folder / UNFINISHED
+        if self.accelerator.is_main_process:
+            shutil.rmtree(place, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        best = self.is_best()
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the trainer's, which comes next in the MRO
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            written = place / f"checkpoint-{self.state.global_step}"
+            finish_checkpoint(written, self.run_folder, self.keep_checkpoints, best)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting and resuming a run
+
+
+class RunConfig(Protocol):
+    """A dataclass with the fields that a run's folder depends on."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    output_dir: Path
+    run_name: str
+    model: str
+
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of this program and whether its files were changed since; empty outside of git."""
+
+    def ask(*words: str) -> str:
+        here = str(Path(__file__).resolve().parent)
+        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    with contextlib.suppress(OSError):  # git is not installed
+        if commit := ask("rev-parse", "HEAD"):
+            return {"commit": commit, "changed": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    return {}
+
+
+@cache  # keeps the file open, and so the lock, until this process ends
+def lock(run: Path) -> io.TextIOBase:
+    """Claim a run's folder for this process.  Raises UsageError if another process trains in it."""
+    file = (run / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UsageError(f"another process trains in {run}: wait for it, or choose another --run-name") from None
+    return file
+
+
+def open_run(config: RunConfig) -> Path:
+    """The run's folder: a new one with its config.json, or an existing one to resume.  `latest` points to it.
+
+    Raises UsageError if the run is finished, another process trains in it, or the folder cannot be written.
+    """
+    from toolkit.machine import library_versions  # machine.py imports this file
+
+    name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run = config.output_dir / name
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "result.json").exists():
+            raise UsageError(f"{run} is finished: choose another --run-name")
+        if not (run / "config.json").exists():
+            if any(path.name != "origin.json" and path.name[0] != "." for path in run.iterdir()):
+                raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
+            began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            origin = {"started": began, "versions": library_versions(), "git": git_state()}
+            write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
+            write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+        lock(run)
+        point(config.output_dir / "latest", name)
+    except OSError as error:
+        raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
+    return run
+
+
+def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
+    """The folder of the run to resume: the one named, or with `resume` alone the newest; None for a new run.
+
+    Raises UsageError if `resume` is set and there is no such run.
+    """
+    run = output_dir / (name or "latest")
+    if (name or resume) and (run / "config.json").is_file():
+        return run.resolve()
+    if resume:
+        raise UsageError(f"there is no run {run} to resume: leave --resume out")
+    return None
+
+
+def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
+    """The config that a run began with.  Fields that its version did not have get their defaults."""
+    stored = read_json(run / "config.json")
+    known = {field.name: stored[field.name] for field in dataclasses.fields(kind) if field.name in stored}
+    return kind(**known | {"output_dir": run.parent, "run_name": run.name, "resume": False, "json": False})
+
+
+def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
+    """Raise UsageError if a resumed run would get another value for a field that must stay as it was."""
+    for name, value in vars(stored).items():
+        if name in changeable or name in ("output_dir", "run_name"):
+            continue
+        if getattr(config, name) != value:
+            raise UsageError(f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
+                             "choose another --run-name")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+def is_about_a_missing_file(error: Exception) -> bool:
+    """Whether an error says that a file is missing; safetensors and torch say so in types of their own."""
+    said = str(error).lower()
+    return isinstance(error, FileNotFoundError) or "no such file" in said or "does not exist" in said
+
+
+@contextlib.contextmanager
+def blaming_the_folder(run: Path) -> Iterator[None]:
+    """Raise a UsageError of one line if a run fails because its folder was removed or the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if is_about_a_missing_file(error):
+            time.sleep(1)  # a removal that is still under way may not have reached config.json
+        if not (run / "config.json").exists():
+            trouble = f"{run} was removed"
+        elif shutil.disk_usage(run).free < 50e6:
+            trouble = f"the disk that {run} is on is full"
+        else:
+            raise
+        kept = newest_checkpoint(run, lambda _: None)
+        where = f"after step {kept.name.removeprefix('checkpoint-')}" if kept else "from the start"
+        raise UsageError(f"{trouble}: fix that and start again; the run resumes {where}") from error
+
+
+class Interruption:
+    """Handles Ctrl-C and SIGTERM.  During training the first one lets the step end, the second stops at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # the first that came
+        self.waits = False  # whether a step is under way
+
+    def __enter__(self) -> Interruption:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.signal or not self.waits:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        self.signal = number
+        os.write(2, b"\nending this step; interrupt again to stop at once\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held-out boards and scores
+
+
+@cache
+def board_key() -> str:
+    """This machine's secret, from which board seeds are drawn.  Raises UsageError if it cannot be stored.
+
+    A strategy that knew the seed of a board could predict every tile.  Players cannot read files, and no process but
+    this one holds the key.
+    """
+    file = cache_folder() / "board_key"
+    try:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f".board_key-{os.getpid()}")
+            new.touch(mode=0o600)
+            new.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+                os.link(new, file)
+            new.unlink()
+        return file.read_text()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be stored ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+
+
+def wilson_interval(won: int, games: int) -> tuple[float, float]:
+    """95% confidence interval of a share (Wilson 1927); (0, 1) for no games."""
+    if not games:
+        return 0.0, 1.0
+    z, p = 1.959964, won / games
+    centre, spread = p + z * z / (2 * games), z * math.sqrt(p * (1 - p) / games + z * z / (4 * games * games))
+    low, high = ((centre + sign * spread) / (1 + z * z / games) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A player's result on the held-out boards, one game per board.  The fields are those of result.json."""
+
+    games: int
+    won: float  # share of games that made the target
+    won_low: float  # 95% interval (Wilson)
+    won_high: float
+    largest_tile_median: float
+    tiles: tuple[int, ...]  # the largest tile of each game, in the order of the boards; empty in runs of old versions
+
+
+def score(largest_tiles: Sequence[int], target: int) -> Score:
+    """Sum up one game per board by its largest tile.  A game that made the target is won, however it ended."""
+    games, won = len(largest_tiles), sum(tile >= target for tile in largest_tiles)
+    low, high = wilson_interval(won, games)
+    median = statistics.median(largest_tiles) if largest_tiles else 0.0
+    return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, tuple(largest_tiles))
+
+
+def score_rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The scores in a result.json, as they stand there, by the player's name."""
+    controls = result.get("controls") or {}
+    rows = {BEFORE: result.get("before"), AFTER: result.get("after"), BEST: result.get("best"),
+            RANDOM: controls.get("random"), GREEDY: controls.get("greedy")}  # fmt: skip
+    return {player: row for player, row in rows.items() if row}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading runs
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One completion of a training step."""
+
+    source: str | None
+    reward: float
+    tiles: tuple[int, ...]  # the largest tile of each game
+    plays: bool  # its program loads and does not cheat
+    cheating: str  # what the program does that it may not, or ""
+
+    def __str__(self) -> str:
+        tile = f"largest tile {statistics.fmean(self.tiles):.0f}"
+        return f"reward {self.reward:.1f}, " + (f"does not play: it {self.cheating}" if self.cheating else tile)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step."""
+
+    target: int
+    attempts: tuple[Attempt, ...]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Step:
+        """One line of rollouts.jsonl."""
+        attempts = (
+            Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
+                    done["works"] == "load" and not done["cheating"], done["cheating"])
+            for done in row["completions"])  # fmt: skip
+        return cls(int(row["target"]), tuple(attempts))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that pages and comparisons need of a run."""
+
+    name: str
+    config: dict[str, Any]
+    result: dict[str, Any]  # result.json; empty if the run has not ended
+    scores: dict[str, Score]  # by the player's name
+    boards: tuple[str, ...]  # names of the held-out boards; empty in runs of old versions
+    curves: dict[str, dict[int, float]]  # TensorBoard's: value by step
+    steps: dict[int, Step]
+    best: str  # source of the best program, or ""
+    game: dict[str, Any]  # its best game, or empty
+
+    def by_board(self, player: str) -> dict[str, int]:
+        """A player's largest tile on each board; empty if that is not known."""
+        known = player in self.scores and self.boards
+        return dict(zip(self.boards, self.scores[player].tiles, strict=True)) if known else {}
+
+
+def read_scores(result: Mapping[str, Any]) -> dict[str, Score]:
+    """The scores in a result.json by the player's name.  Any error means that the file is damaged."""
+    scores = {}
+    for player, row in score_rows(result).items():
+        won, low, high = (float(row[name]) for name in ("won", "won_low", "won_high"))
+        tiles = tuple(map(int, row.get("tiles", ())))
+        if "boards" in result and len(result["boards"]) != len(tiles):
+            raise ValueError(f"{player}: {len(tiles)} tiles for {len(result['boards'])} boards")
+        scores[player] = Score(int(row["games"]), won, low, high, float(row["largest_tile_median"]), tiles)
+    return scores
+
+
+def read_rollouts(file: Path) -> dict[int, Step]:
+    """The steps by their number.  A resumed run may log a step twice: the last one counts.
+
+    A last line without its line break was cut off by a kill and is skipped.
+    """
+    steps: dict[int, Step] = {}
+    if not file.is_file():
+        return steps
+    with naming(file), file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                row = json.loads(line)
+                steps[int(row["step"])] = Step.of(row)
+    return steps
+
+
+def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
+    """Cut rollouts.jsonl off after so many steps, and return them.  Raises UsageError if it has fewer."""
+    with naming(file), file.open(encoding="utf-8") as lines:
+        kept = list(islice(lines, steps))
+        rows = [json.loads(line) for line in kept]
+        if len(rows) < steps:
+            raise ValueError
+    if RANK == 0:
+        write_whole(file, "".join(kept))
+    return rows
+
+
+def finalists(file: Path, count: int) -> list[str]:
+    """The programs of rollouts.jsonl with the largest tiles (mean over a step's boards); of equal ones the latest."""
+    found: dict[str, tuple[float, int]] = {}
+    for number, step in read_rollouts(file).items():
+        for attempt in step.attempts:
+            if attempt.source and attempt.plays:
+                mark = statistics.fmean(attempt.tiles), number
+                found[attempt.source] = max(mark, found.get(attempt.source, (0.0, 0)))
+    return sorted(found, key=lambda source: found[source], reverse=True)[:count]
+
+
+def write_result(run: Path, result: Mapping[str, Any]) -> None:
+    """Write result.json, one line per entry."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
+    write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_curves(folder: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's curves by name, without values that are not finite.  Of a step logged twice, the last counts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
+    events.Reload()
+    return {tag.removeprefix("train/"): {e.step: e.value for e in events.Scalars(tag) if math.isfinite(e.value)}
+            for tag in events.Tags()["scalars"]}  # fmt: skip
+
+
+def read_game(file: Path) -> dict[str, Any]:
+    """A recorded game.  Its numbers are checked here, because the page's script trusts them."""
+    game = read_json(file)
+    with naming(file):
+        if game:
+            cells, tiles = range(game["size"] ** 2), (0, 2, 4)
+            moves = all(way in range(4) and cell in cells and tile in tiles[1:] for way, cell, tile in game["moves"])
+            if len(game["start"]) != len(cells) or not set(game["start"]) <= set(tiles) or not moves:
+                raise ValueError
+    return game
+
+
+def read_run(folder: Path) -> Run:
+    """A run, finished or not.  Raises UsageError if the folder holds no run or a file is damaged."""
+    config, result = (read_json(folder / f"{name}.json") for name in ("config", "result"))
+    if not {"recipe", "target", "steps"} <= config.keys():
+        raise UsageError(f"{folder} is no run: it has no config.json of one")
+    with naming(folder / "result.json"):
+        scores, boards = read_scores(result), tuple(map(str, result.get("boards", ())))
+    best = folder / "best_strategy.py"
+    with naming(best):
+        source = best.read_text(encoding="utf-8") if best.is_file() else ""
+    return Run(folder.resolve().name, config, result, scores, boards, read_curves(folder),
+               read_rollouts(folder / "rollouts.jsonl"), source, read_game(folder / "best_game.json"))  # fmt: skip
+
+
+def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
+    """Several runs by name, or by path if two have the same name.  Raises UsageError."""
+    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
+        raise UsageError("name the folders of at least two different runs")
+    runs = [read_run(folder) for folder in folders]
+    distinct = len({run.name for run in runs}) == len(runs)
+    return {run.name if distinct else str(folder): run for folder, run in zip(folders, runs, strict=True)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Comparing players
+
+
+def sign_test(above: int, below: int) -> float:
+    """Two-sided p-value of a split this uneven if both sides were equally likely (exact binomial).
+
+    On the boards that only one of two players won, this is the exact form of McNemar's test (1947).
+    """
+    count = above + below
+    tail = sum(math.comb(count, i) for i in range(min(above, below) + 1))
+    return min(1.0, 2 * tail / (1 << count))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95% confidence interval of a median for any distribution: the k-th value from each end.
+
+    None for fewer than six values: no interval of theirs is that certain.
+    """
+    ordered, count = sorted(values), len(values)
+    k = tail = 0  # tail / 2**count: probability that fewer than k values lie below the median
+    while k < count and 40 * (tail + math.comb(count, k)) <= 2**count:  # 2.5% at each end
+        tail += math.comb(count, k)
+        k += 1
+    return (ordered[k - 1], ordered[count - k]) if k else None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two players compared board by board."""
+
+    first: str
+    second: str
+    boards: int  # played by both
+    won_first: int  # boards on which only the first made the target
+    won_second: int
+    won_p: float  # exact McNemar test
+    higher_first: int  # boards on which the first has the larger tile
+    higher_second: int
+    higher_p: float  # sign test
+
+
+def compare_players(first: str, a: Mapping[str, int], second: str, b: Mapping[str, int], target: int) -> Pair:
+    """Compare two players on the boards that both played; `a` and `b` hold their largest tiles by board."""
+    both = [(a[board], b[board]) for board in a if board in b]
+    won = sum(x >= target > y for x, y in both), sum(y >= target > x for x, y in both)
+    higher = sum(x > y for x, y in both), sum(y > x for x, y in both)
+    return Pair(first, second, len(both), *won, sign_test(*won), *higher, sign_test(*higher))
+
+
+def pairs_within(run: Run) -> list[Pair]:
+    """What a run has learned: the trained model against the untrained one and the controls."""
+    rows = ((AFTER, BEFORE), (AFTER, RANDOM), (AFTER, GREEDY), (BEST, GREEDY))
+    pairs = [compare_players(a, run.by_board(a), b, run.by_board(b), run.config["target"]) for a, b in rows]
+    return [pair for pair in pairs if pair.boards]
+
+
+def pairs_between(runs: Mapping[str, Run]) -> list[Pair]:
+    """Every two runs' trained models, and their best programs.  Raises UsageError if they have nothing in common."""
+    pairs = []
+    for name, run in runs.items():
+        if not run.by_board(AFTER):
+            raise UsageError(f"{name} has no result for each board: it has not ended, or is of an old version")
+    for (first, a), (second, b) in combinations(runs.items(), 2):
+        if a.config["target"] != b.config["target"]:
+            raise UsageError(f"{first} has the target {a.config['target']} and {second} {b.config['target']}: "
+                             "name runs of one target")  # fmt: skip
+        if not a.by_board(AFTER).keys() & b.by_board(AFTER).keys():
+            raise UsageError(f"{first} and {second} have no board in common: name runs of one size and one machine")
+        for player in (AFTER, BEST):
+            if a.by_board(player) and b.by_board(player):
+                names = f"{first}, {player}", f"{second}, {player}"
+                pairs.append(compare_players(names[0], a.by_board(player), names[1], b.by_board(player),
+                                             a.config["target"]))  # fmt: skip
+    return pairs

@@ -1,0 +1,599 @@
+"""What people see of a run: each step summed up, warnings, the terminal, TensorBoard, tables, a replayed game."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit import runs, visible
+from toolkit.ranks import RANK, by_first_rank, gathered
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class WatchedConfig(Protocol):
+    """What is read of a run's options."""
+
+    steps: int
+    minutes: float
+    games: int
+    save_steps: int
+    patience: int
+    curriculum: bool
+    repeat_warning: int
+    kl_warning: float
+    sampled_every: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+ENDED_BY_THE_JAIL = ("the player's process", "MemoryError", "PermissionError")  # how the details of such games begin
+
+
+def ended_by_the_jail(game: Mapping[str, Any]) -> bool:
+    """Whether the jail ended a game, and not the rules or the program."""
+    return bool(game["outcome"] == "error" and game["detail"].startswith(ENDED_BY_THE_JAIL))
+
+
+def exponents(games: Iterable[Mapping[str, Any]]) -> list[float]:
+    """log2 of each game's largest tile."""
+    return [math.log2(max(1, game["max_tile"])) for game in games]
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What the completions of one step say: its line in the terminal, the watcher's evidence, and curves."""
+
+    target: int
+    random_won: float  # share of games in which random legal moves make this target
+    won: float  # share of games
+    works: float  # share of completions whose strategy loads
+    cheating: float  # share of completions
+    distinct: float  # share of completions that differ from all earlier ones of their group
+    identical: bool  # every group consists of one text
+    flat: float  # share of groups whose rewards are all equal, so that there is no gradient
+    reward: float  # mean of strategy_succeeds
+    spread: float  # its standard deviation
+    largest_tile: float  # median over the games
+    level: float  # mean of log2 of the largest tiles
+    tiles: Mapping[int, float]  # share of games by largest tile
+    outcomes: Mapping[str, float]  # share of games by outcome
+    jailed: float  # share of games that the jail ended
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], flat: Sequence[bool], random_won: float) -> StepSummary:
+        """Of a line of rollouts.jsonl; `flat` says of each group whether it has no gradient."""
+        completions = row["completions"]
+        size = len(completions) // len(flat)
+        games = [game for completion in completions for game in completion["results"]]
+        texts = [completion["text"] for completion in completions]
+        distinct = [len(set(texts[i : i + size])) for i in range(0, len(texts), size)]
+        tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
+        rewards = [completion["reward"] for completion in completions]
+        return cls(
+            target=row["target"],
+            random_won=random_won,
+            won=outcomes["success"] / len(games),
+            works=statistics.fmean(completion["works"] == "load" for completion in completions),
+            cheating=statistics.fmean(bool(completion["cheating"]) for completion in completions),
+            distinct=sum(distinct) / len(texts),
+            identical=set(distinct) == {1},
+            flat=statistics.fmean(flat),
+            reward=statistics.fmean(rewards),
+            spread=statistics.pstdev(rewards),
+            largest_tile=statistics.median(game["max_tile"] for game in games),
+            level=statistics.fmean(exponents(games)),
+            tiles={tile: count / len(games) for tile, count in sorted(tiles.items())},
+            outcomes={outcome: outcomes[outcome] / len(games) for outcome in runs.OUTCOMES},
+            jailed=statistics.fmean(ended_by_the_jail(game) for game in games),
+        )
+
+    def line(self) -> str:
+        """The step for people."""
+        return (
+            f"reward {self.reward:5.2f} ±{self.spread:5.2f}  won {self.won:4.0%} at {self.target}  "
+            f"loads {self.works:4.0%}  distinct {self.distinct:4.0%}"
+            + (f"  no gradient in {self.flat:.0%} of groups" if self.flat else "")
+        )
+
+    def curves(self) -> dict[str, float]:
+        """Every number by the name of its curve."""
+        numbers = {f"games/{name}": float(value) for name, value in vars(self).items() if not isinstance(value, dict)}
+        outcomes = {f"outcomes/{name}": share for name, share in self.outcomes.items()}
+        reached = {f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
+                   for n in range(5, 18)}  # fmt: skip
+        return numbers | outcomes | reached
+
+
+def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> dict[str, float]:
+    """KL divergence of the policy from the model without adapters, and its entropy; both in nats a token.
+
+    Exact over the vocabulary, at the first tokens of a batch's first completions.  TRL and Unsloth log these only with
+    some losses, and on a GPU a `kl` of 0.
+    """
+    import torch
+
+    kl, entropy, count = 0.0, 0.0, 0
+    for row in range(min(rows, len(batch["completion_ids"]))):
+        prompt, answer = (
+            batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
+        )
+        ids = torch.cat((prompt, answer[:tokens]))[None]  # (1, P + T)
+        with torch.no_grad():
+            now = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+            with model.disable_adapter():
+                start = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+        kl += (now.exp() * (now - start)).sum().item()
+        entropy -= (now.exp() * now).sum().item()
+        count += len(now)
+    torch.compiler.set_stance("default")  # Unsloth's forward without labels may have changed it
+    return {"sampled/kl": kl / max(1, count), "sampled/entropy": entropy / max(1, count)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The watcher
+
+
+class Watcher:
+    """Says in plain words when training goes wrong, and what to do; and when it has collapsed for good.
+
+    A step is lost when nothing can be learned from it: no valid code, or no group whose rewards differ.  A solved task
+    looks the same to the optimizer, but it is no collapse.
+    """
+
+    def __init__(self, config: WatchedConfig) -> None:
+        self._config = config
+        self.trouble, self._lasted = "", 0  # the present one, and for how many steps it has lasted
+        self._entropy = 0.0  # the last one measured
+        self._first_entropies: list[float] = []
+        self._target, self._at_target = 0, 0  # the last target, and how many steps had it
+        self.lost_steps = 0  # in a row
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether there was nothing to learn for as many steps in a row as `patience` allows."""
+        return self.lost_steps >= self._config.patience
+
+    def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
+        """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
+        nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
+        self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
+        self._at_target = self._at_target + 1 if step.target == self._target else 1
+        self._target = step.target
+        trouble = self._name(step, logs)
+        self._lasted = self._lasted + 1 if trouble == self.trouble else 0
+        self.trouble = trouble
+        return trouble if self._lasted % self._config.repeat_warning == 0 else ""
+
+    def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
+        entropy = logs.get("entropy", logs.get("sampled/entropy", self._entropy))
+        self._entropy = entropy
+        if len(self._first_entropies) < 5:
+            self._first_entropies.append(entropy)
+        usual, no_spread, all_won = statistics.fmean(self._first_entropies), step.flat == 1, step.won == 1
+        troubles = {  # the first that holds is named
+            "nearly all completions are cut off at the length limit: raise --max-new-tokens, or take --reasoning none":
+                logs.get("completions/clipped_ratio", 0.0) >= 0.8,
+            "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint":
+                step.works <= 0.1,
+            "every game is won, there is nothing left to learn from: raise --target, or drop --no-curriculum":
+                no_spread and all_won and not self._config.curriculum,
+            "collapsed, all completions are equal: lower --learning-rate, or hold the model with --beta":
+                no_spread and step.identical and not all_won,
+            "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
+                no_spread and not all_won,
+            "most completions cheat, and do not play (`cheating` in rollouts.jsonl says how): lower --learning-rate":
+                step.cheating > 0.5,
+            "the clock ends most games: the programs are too slow for --timeout": step.outcomes["timeout"] > 0.5,
+            "the jail ends most games (`detail` in rollouts.jsonl says why): lower --temperature or --learning-rate":
+                step.jailed > 0.5,
+            "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate":
+                entropy > 3 * usual + 0.5,
+            "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
+                logs.get("sampled/kl", 0.0) > self._config.kl_warning,
+            "random moves would do as well: only a higher target shows skill (--target, or the curriculum's next)":
+                self._at_target > self._config.repeat_warning and step.won <= step.random_won,
+        }  # fmt: skip
+        return next((trouble for trouble, holds in troubles.items() if holds), "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The terminal
+
+
+def small_curve(values: Sequence[float], width: int = 48) -> str:
+    """The last values as a line of bars."""
+    bars, values = "▁▂▃▄▅▆▇█", values[-width:]
+    low, high = min(values), max(values)
+    return "".join(bars[round((value - low) / (high - low or 1.0) * (len(bars) - 1))] for value in values)
+
+
+class TrainingView:
+    """Training in a terminal: one view that is kept up to date; elsewhere a line for each step."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        from rich.live import Live
+
+        self._console, self._steps = console, steps
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._rewards: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=10)
+
+    def __enter__(self) -> TrainingView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line that stays."""
+        self._console.print(text, style=style, soft_wrap=True)
+
+    def step(
+        self, number: int, step: StepSummary, tokens: float, seconds: float, warning: str, trouble: str,
+        best: tuple[str, float, int] | None,
+    ) -> None:  # fmt: skip
+        """Show a step.  `warning` is what the watcher says now, `trouble` what it sees; `best` is the best program so
+        far with its mean tile and its step."""
+        count = f"step {number:{len(str(self._steps))}d}/{self._steps}"
+        line = f"{step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s"
+        if not self._live:
+            self.say(f"{count}  {line}")
+            if warning:
+                self.say(f"  warning: {warning}", style="bold yellow")
+            return
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        self._rewards.append(step.reward)
+        self._seconds.append(seconds)
+        left = statistics.fmean(self._seconds) * (self._steps - number)
+        ends = "  ".join(f"{outcome} {share:.0%}" for outcome, share in step.outcomes.items() if share)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(count, ProgressBar(self._steps, number, width=40), f"about {timedelta(seconds=round(left))} left")
+        parts: list[Any] = [
+            head,
+            Text(line),
+            Text(f"reward {small_curve(self._rewards)}"),
+            Text(f"games: {ends}"),
+            Text(f"warning: {trouble}" if trouble else "", style="bold yellow"),
+        ]
+        if best:
+            source, tile, found = best
+            lines = visible(source).splitlines()
+            shown = "\n".join(lines[:16] + ["..."] * (len(lines) > 16))
+            parts.append(
+                Panel(Text(shown), title=f"best program so far: tile {tile:.0f} in step {found}", expand=False)
+            )
+        self._live.update(Group(*parts), refresh=True)
+
+
+def show_scores(console: Console, result: Mapping[str, Any], target: int) -> None:
+    """The table at the end of a run or an evaluation."""
+    from rich.table import Table
+
+    table = Table("held-out boards", f"made {target}", "95% interval", "median tile", "games")
+    rows = {str(result["model"]): result} if "model" in result else {}
+    for name, row in (rows | runs.score_rows(result)).items():
+        interval = f"{row['won_low']:.0%} to {row['won_high']:.0%}"
+        table.add_row(name, f"{row['won']:.0%}", interval, f"{row['largest_tile_median']:.0f}", str(row["games"]))
+    console.print(table)
+    if not result["jailed"]:
+        console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
+
+
+class Game(Protocol):
+    """A game as it is replayed: the script's GameBoard."""
+
+    size: int
+    spawned: int
+
+    def move(self, direction: int) -> bool: ...
+    def board(self) -> list[list[int]]: ...
+    def score(self) -> int: ...
+    def max_tile(self) -> int: ...
+
+
+COLOURS = (236, 240, 242, 94, 130, 166, 160, 178, 142, 106, 70, 35, 33)  # xterm-256 backgrounds, by log2 of the tile
+
+
+def render(board: Sequence[Sequence[int]]) -> str:
+    """A board as text with ANSI colours, for a terminal."""
+    width = len(str(max(map(max, board)))) + 2
+
+    def cell(tile: int) -> str:
+        return f"\x1b[48;5;{COLOURS[min(max(tile, 1).bit_length() - 1, 12)]}m{tile or '·':^{width}}\x1b[0m"
+
+    return "\n".join("".join(map(cell, row)) for row in board)
+
+
+def replay(console: Console, game: Game, moves: Sequence[int], title: str, delay: float) -> None:
+    """Replay a finished game in the terminal, move by move."""
+    from rich.live import Live
+    from rich.text import Text
+
+    def frame(step: int) -> Text:
+        return Text.from_ansi(f"{title}  move {step}/{len(moves)}  score {game.score()}\n{render(game.board())}")
+
+    with Live(frame(0), console=console, auto_refresh=False) as live:
+        for step, direction in enumerate(moves, 1):
+            game.move(direction)
+            live.update(frame(step), refresh=True)
+            time.sleep(delay)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures and TensorBoard
+
+
+def recorded_game(game: Game, moves: Iterable[int]) -> dict[str, Any]:
+    """A game from its first board on, in a form that a page can show without the engine and without the seed.
+
+    The tiles at the start and the end, row by row; and for each move that changed the board its direction, the cell of
+    the new tile, and that tile.
+    """
+
+    def tiles() -> list[int]:
+        return [tile for row in game.board() for tile in row]
+
+    start, made = tiles(), []
+    for direction in moves:
+        if game.move(direction):
+            made.append((direction, game.spawned, tiles()[game.spawned]))  # noqa: PERF401 - the game goes on
+    reached = {"score": game.score(), "max_tile": game.max_tile()}
+    return {"size": game.size, "start": start, "moves": made, "end": tiles(), **reached}
+
+
+def board_picture(tiles: Sequence[int], cell: int = 64) -> Any:
+    """A square board, row by row, as a PIL image: the larger a tile, the darker its red."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = math.isqrt(len(tiles))
+    image = Image.new("RGB", (size * cell, size * cell), "#bbada0")
+    draw = ImageDraw.Draw(image)
+    for i, tile in enumerate(tiles):
+        top, left = (cell * at for at in divmod(i, size))
+        shade = min(1.0, math.log2(tile) / 17) if tile else 0.0
+        colour = (238 - round(80 * shade**2), 228 - round(210 * shade), 218 - round(200 * shade)) if tile else "#cdc1b4"
+        draw.rounded_rectangle((left + 3, top + 3, left + cell - 4, top + cell - 4), cell // 10, fill=colour)
+        if tile:
+            font = ImageFont.load_default(cell * min(0.4, 1.3 / len(str(tile))))
+            draw.text((left + cell / 2, top + cell / 2), str(tile), "white" if shade > 0.4 else "#3c3a32", font, "mm")
+    return image
+
+
+def indented(text: str) -> str:
+    """Model-written text as a block of code in Markdown, which no character can end."""
+    return textwrap.indent(visible(text), "    ", lambda _: True)
+
+
+def write_best(writer: Any, step: int, source: str, game: Mapping[str, Any]) -> None:
+    """The best program and the end of its best game, in TensorBoard."""
+    import numpy as np
+
+    writer.add_text("best program", indented(source), step)
+    writer.add_image("end of the best game", np.asarray(board_picture(game["end"])), step, dataformats="HWC")
+
+
+def show_best(run: Path, step: int, source: str, game: Mapping[str, Any]) -> None:
+    """The best program of a finished run, among its curves."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(run) as writer:
+        write_best(writer, step, source, game)
+
+
+def write_completions(writer: Any, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+    """Some completions of a step with their verdicts, in TensorBoard."""
+    rows = [f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
+            + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
+            + f"\n\n{indented(done['text'])}" for done in completions]  # fmt: skip
+    writer.add_text("completions", "\n\n---\n\n".join(rows), step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watching a run
+
+
+class WatchedRollouts(Protocol):
+    """The script's Rollouts: the last step, and which of its groups are flat."""
+
+    last: dict[str, Any]
+    flat: list[bool]
+
+    def add(self, row: dict[str, Any]) -> None: ...
+
+
+class Progress:
+    """Evaluates the untrained model, shows every step, and stops a run that collapsed, was interrupted or has no time.
+
+    Nothing of this is kept in checkpoints: rollouts.jsonl and the trainer's own log have all of it.
+    """
+
+    def __init__(
+        self, trainer: Any, rollouts: WatchedRollouts, config: WatchedConfig, run: Path, console: Console,
+        evaluate: Callable[[], runs.Score], random_won: Callable[[int], float],
+        finished_game: Callable[[str], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """`evaluate` plays the held-out boards with the model; `random_won` is the share of games in which random moves
+        make a target; `finished_game` plays a program on a board of its own and returns a recorded_game."""
+        self._trainer, self._rollouts, self._config, self._run = trainer, rollouts, config, run
+        self._evaluate, self._random_won, self._finished_game = evaluate, random_won, finished_game
+        self._view, self._watcher, self._interruption = (
+            TrainingView(console, config.steps),
+            Watcher(config),
+            runs.Interruption(),
+        )
+        self._writer: Any = None  # of the curves, on rank 0
+        self._summary: StepSummary | None = None  # of the last step
+        self._summaries: list[tuple[float, float, float]] = []  # distinct, flat and level of every step
+        self._best: tuple[str, float, int] | None = None  # the program with the largest tiles so far
+        self._sampled: dict[str, float] = {}
+        self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
+        self.before: runs.Score  # of the untrained model
+        trainer.curves, trainer.observe, trainer.is_best = self._curves, self._measure, self._is_best
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether the run was ended because there was nothing to learn."""
+        return self._watcher.collapsed
+
+    @property
+    def interrupted(self) -> int:
+        """The signal that ended the run on any rank; 0: none."""
+        return max(gathered([self._interruption.signal]))
+
+    def train(self) -> None:
+        """Train until the last step, a collapse, an interruption or the end of time, from the newest checkpoint on."""
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers import PrinterCallback
+        from transformers.integrations import TensorBoardCallback
+
+        checkpoint = by_first_rank(partial(runs.newest_checkpoint, self._run, self._view.say))
+        step = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+        if checkpoint:
+            self._resume(checkpoint, step)
+            self._view.say(f"resuming after step {step}")
+        else:
+            (self._run / "rollouts.jsonl").unlink(missing_ok=True)
+        self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
+        self._trainer.add_callback(self._callback())
+        if RANK == 0:
+            self._writer = SummaryWriter(self._run, purge_step=step + 1)
+            self._trainer.add_callback(TensorBoardCallback(self._writer))
+        with self._view, self._interruption:
+            self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    def result(self) -> dict[str, Any]:
+        """What result.json says of the training."""
+        distinct, flat, _ = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
+        return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "target": self._rollouts.last["target"],
+                "distinct": round(distinct, 4), "zero_spread": round(flat, 4), "collapsed": self.collapsed}  # fmt: skip
+
+    def _callback(self) -> Any:
+        """This object as the trainer takes it."""
+        from transformers import TrainerCallback
+
+        progress = self
+
+        class Watching(TrainerCallback):  # type: ignore[misc]
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                progress._begin()
+
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                progress._step_began, progress._interruption.waits = time.perf_counter(), True
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                progress._spent = time.monotonic() - progress._began
+                if progress.interrupted:
+                    control.should_save = control.should_training_stop = True
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+                if "loss" in logs and progress._is_over(logs):
+                    control.should_save = control.should_training_stop = True
+
+        return Watching()
+
+    def _begin(self) -> None:
+        """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
+        file = self._run / "before.json"
+        if not (before := by_first_rank(partial(runs.read_json, file))):
+            self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
+            before = asdict(self._evaluate())
+            if RANK == 0:
+                runs.write_whole(file, json.dumps(before) + "\n")
+        self.before = runs.Score(**before | {"tiles": tuple(before["tiles"])})
+        self._began = time.monotonic() - self._spent
+
+    def _resume(self, checkpoint: Path, step: int) -> None:
+        """Take note of all steps before a checkpoint.  Later ones are forgotten."""
+        rows = by_first_rank(partial(runs.rewind, self._run / "rollouts.jsonl", step))
+        history = runs.read_json(checkpoint / "trainer_state.json")["log_history"]
+        for row, logs in zip(rows, (logs for logs in history if "loss" in logs), strict=True):
+            self._rollouts.add(row)
+            step_summary = StepSummary.of(row, self._rollouts.flat, logs["games/random_won"])
+            self._note(step_summary)
+            self._watcher.look(step_summary, logs)
+            self._spent = logs["seconds/spent"]
+
+    def _note(self, step: StepSummary) -> None:
+        self._summary = step
+        self._summaries.append((step.distinct, step.flat, step.level))
+        for done in self._rollouts.last["completions"]:
+            tile = statistics.fmean(game["max_tile"] for game in done["results"])
+            plays = done["works"] == "load" and not done["cheating"]
+            if plays and (self._best is None or tile >= self._best[1]):
+                self._best = done["source"], tile, self._rollouts.last["step"]
+
+    def _measure(self, batch: dict[str, Any]) -> None:
+        """Measure the policy on a batch before it is used."""
+        self._sampled = {}
+        if self.steps % self._config.sampled_every == 0:
+            with self._trainer.compute_loss_context_manager():
+                self._sampled = sampled_curves(self._trainer.model, batch)
+
+    def _curves(self) -> dict[str, float]:
+        """Curves of the last step, beside the trainer's own."""
+        row = self._rollouts.last
+        step = StepSummary.of(row, self._rollouts.flat, self._random_won(row["target"]))
+        if self._summary is None or step.target != self._summary.target:
+            self._view.say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
+        self._note(step)
+        seconds = {f"seconds/{name}": value for name, value in self._trainer.seconds.items()}
+        took = time.perf_counter() - self._step_began
+        return {**step.curves(), **self._sampled, **seconds, "seconds/update": took - sum(seconds.values()),
+                "seconds/spent": self._spent}  # fmt: skip
+
+    def _is_over(self, logs: Mapping[str, float]) -> bool:
+        """Show a step; whether it has to be the last one."""
+        assert self._summary
+        step, config = self._summary, self._config
+        warning = self._watcher.look(step, logs)
+        tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
+        self._view.step(self.steps, step, tokens, took, warning, self._watcher.trouble, self._best)
+        if self._writer:
+            self._show()
+        over = config.minutes > 0 and self._spent > 60 * config.minutes
+        return self._watcher.collapsed or by_first_rank(lambda: over)
+
+    def _show(self) -> None:
+        """In TensorBoard: a histogram of the largest tiles; with each checkpoint completions and the best program."""
+        import numpy as np
+
+        completions = self._rollouts.last["completions"]
+        games = [game for done in completions for game in done["results"]]
+        self._writer.add_histogram("largest tile, log2", np.array(exponents(games)), self.steps)
+        if self.steps % self._config.save_steps == 0:
+            write_completions(self._writer, self.steps, completions[:8])
+            if self._best:
+                write_best(self._writer, self.steps, self._best[0], self._finished_game(self._best[0]))
+
+    def _is_best(self) -> bool:
+        """Whether tiles were larger before this checkpoint than before any other."""
+        levels, every = [level for *_, level in self._summaries], self._config.save_steps
+        means = [statistics.fmean(levels[i : i + every]) for i in range(0, len(levels), every)]
+        return means[-1] >= max(means)
