@@ -45,8 +45,7 @@ def test_no_rule_leads_from_the_program_to_a_board(pool: program.Pool) -> None:
     """Seeds were public hashes, and a player's memory holds the program: 15 lines foresaw every held-out tile."""
     seeds = program.board_seeds(3, held_out=True)
     results = program.execute_strategies([FORESEES], seeds, pool=pool)[0]
-    assert {result.outcome for result in results} == {"error"}
-    assert not any("found it" in result.detail for result in results)
+    assert {result.outcome for result in results} == {"stuck"}  # and not "found it", an error
 
 
 def test_the_key_of_the_boards_is_kept_and_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
