@@ -14,6 +14,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import ROOT, alive, cmdline, descendants, wait_until
+from tests.preloaded import call
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -83,7 +84,7 @@ def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
     assert sum(name.startswith("events.out") for name in names) == 2  # of the steps, and of the best program
 
 
-def test_the_digest_tells_adapters_apart(base: Path) -> None:
+def check_the_digest(base: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -92,6 +93,10 @@ def test_the_digest_tells_adapters_apart(base: Path) -> None:
     assert program.adapter_digest(model) == before
     next(weights for name, weights in model.named_parameters() if "lora_B" in name).data[0, 0] += 1e-6
     assert program.adapter_digest(model) != before
+
+
+def test_the_digest_tells_adapters_apart(base: Path) -> None:
+    call(check_the_digest, base)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (5, 8)])

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.preloaded import run
+from tests.preloaded import call, run
 
 HEALTHY = program.StepSummary(
     target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,
@@ -90,10 +91,8 @@ def test_it_is_said_when_random_moves_would_do_as_well() -> None:
     assert watcher.look(better, {}) == ""
 
 
-@pytest.mark.parametrize(("minutes", "stops"), [(1e-9, True), (60.0, False), (0.0, False)])
-def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) -> None:
-    """After a step, and saved."""
-    config = program.TrainConfig(minutes=minutes)
+def check_minutes(minutes: str, stops: str) -> None:
+    config = program.TrainConfig(minutes=float(minutes))
     with program.TrainingView(Console(quiet=True), config) as view:
         reporter = program.step_reporter(
             SimpleNamespace(step_began=0.0), SimpleNamespace(summary=HEALTHY, finalists={}),
@@ -102,7 +101,13 @@ def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) ->
         reporter._began = time.monotonic() - 1
         reporter.on_step_end(None, None, control)
         reporter.on_log(None, SimpleNamespace(global_step=1), control, {"loss": 0.0})
-    assert (control.should_save, control.should_training_stop) == (stops, stops)
+    assert (str(control.should_save), str(control.should_training_stop)) == (stops, stops)
+
+
+@pytest.mark.parametrize(("minutes", "stops"), [(1e-9, True), (60.0, False), (0.0, False)])
+def test_training_ends_when_its_minutes_are_over(minutes: float, stops: bool) -> None:
+    """After a step, and saved."""
+    call(check_minutes, minutes, stops)
 
 
 def last_view(troubles: list[str], source: str = "def strategy(board):") -> str:
@@ -134,15 +139,17 @@ def test_a_program_cannot_take_the_terminal_over() -> None:
     assert "[bold]x = '\\x1b[2J'[/bold]" in shown
 
 
+def make_noise(folder: str) -> None:
+    program.warm_start(Path(folder), config=program.TinyConfig(steps=1, batch=4, corpus=50))
+
+
 def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     """A model of random weights writes noise for ever: two lost steps end it, saved, with exit code 3.
 
     All rewards are equal but an entropy bonus is not, which alone must not move the weights.
     """
-    from safetensors.torch import load_file
-
-    program.prepare_environment(offline=True)
-    noise = program.warm_start(tmp_path / "noise", config=program.TinyConfig(steps=1, batch=4, corpus=50))
+    noise = tmp_path / "noise"
+    call(make_noise, noise)
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
