@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import run
+from tests import preloaded
 from toolkit import machine, tiny
 
-STEPS, GENERATIONS, SIZE, TARGET = 2, 8, 4, 128  # of the short run
+# The short run: on a small board, where good programs soon come to an end.
+STEPS, GENERATIONS, SIZE, TARGET = 4, 4, 4, 128
+NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1,
+           "boards": 2, "learning-rate": 1e-3, "save-steps": 1, "keep": 50, "games": 4, "size": SIZE, "target": TARGET,
+           "max-new-tokens": 48}  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
 
@@ -66,8 +70,7 @@ def one_after_the_other(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def base(common: Path) -> Path:
+def embedded_model(common: Path) -> Path:
     """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
     machine.prepare_environment(offline=True)
     with one_after_the_other(common, "base"):
@@ -75,25 +78,39 @@ def base(common: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(base: Path, common: Path) -> Run:
-    """Two steps of training through the command line, on a small board, where good programs soon come to an end."""
+def base(common: Path) -> Path:
+    """The embedded model's folder."""
+    return embedded_model(common)
+
+
+def flags(**changes: object) -> list[str]:
+    """The command line of the short run, with other numbers where they are given."""
+    numbers = NUMBERS | {name.replace("_", "-"): value for name, value in changes.items()}
+    return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+
+
+def begin_training(common: Path) -> Path:
+    """Begin the short run unless it has been begun.  Returns the folder of its output."""
+    embedded_model(common)
     out = common / "runs"
-    with one_after_the_other(common, "trained"):
-        if not (out / "stdout").exists():
-            train(out)
-    folder = out / "two-steps"
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    said, stderr = ((out / name).read_text() for name in ("stdout", "stderr"))
-    return Run(folder, json.loads(said.splitlines()[-1]), stderr, rollouts)
+    out.mkdir(exist_ok=True)
+    preloaded.begin(*flags(output_dir=out, run_name="run"), "--json", folder=out)
+    return out
 
 
-def train(out: Path) -> None:
-    """The short run, in a process of its own, and what it says."""
-    numbers = {"steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1, "boards": 2,
-               "learning-rate": 1e-3, "save-steps": 1, "games": 4, "size": SIZE, "target": TARGET,
-               "max-new-tokens": 96}  # fmt: skip
-    flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-    done = run("--model", "tiny", "--output-dir", out, "--run-name", "two-steps", "--json", *flags)
+@pytest.fixture(scope="session", autouse=True)
+def early(request: pytest.FixtureRequest, common: Path) -> None:
+    """The short run goes on beside the first tests, which do not need it."""
+    if any("trained" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        begin_training(common)
+
+
+@pytest.fixture(scope="session")
+def trained(common: Path) -> Run:
+    """A few steps of training through the command line, which all tests share that only read what a run leaves."""
+    out = begin_training(common)
+    done = preloaded.finished(out)
     assert done.returncode == 0, done.stderr
-    (out / "stderr").write_text(done.stderr)
-    (out / "stdout").write_text(done.stdout)
+    folder = out / "run"
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    return Run(folder, json.loads(done.stdout.splitlines()[-1]), done.stderr, rollouts)

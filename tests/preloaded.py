@@ -1,16 +1,19 @@
 """Runs of the program without its imports: one process has imported the libraries, and is forked for each run.
 
 Unsloth and TRL take ten seconds of CPU to import, as much as a training of the embedded model.  A fork is a process of
-its own, with its own arguments, folder, streams and signals, and it ends as an interpreter ends.  It shares what was
-decided before the fork: what libraries read from the environment at their import, and the seed of hashes.  What depends
-on those is run by `helpers.run`.
+its own, with its own arguments, folder, streams and signals.  It shares what was decided before the fork: what
+libraries read from the environment at their import, and the seed of hashes.  What depends on those is run by
+`helpers.run`.  The processes of one pytest share one such server.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import functools
+import gc
 import importlib
 import json
 import os
@@ -21,9 +24,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NoReturn, Protocol
 
 from tests.helpers import ROOT
 from tests.helpers import run as run_fresh
@@ -48,7 +53,7 @@ class Process(Protocol):
 
 
 def serve() -> None:
-    """Import the libraries; then fork for every request that comes by stdin, until that is closed."""
+    """Import the libraries, then fork for every request.  End when nobody is connected any more."""
     from toolkit import machine
 
     machine.prepare_environment(offline="HF_ENDPOINT" not in os.environ)
@@ -58,40 +63,82 @@ def serve() -> None:
         gpu_on_cpu.become_gpu()
     for name in ("unsloth", "datasets", "torch.utils.tensorboard", "tyro", "rich.live"):  # unsloth before all others
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would touch half a million objects, and so copy their memory
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
-    with socket.socket(fileno=os.dup(0)) as requests:
-        while True:
-            message, descriptors, *_ = socket.recv_fds(requests, 1 << 20, 3)
+    if request := next_request():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        arguments, (reply, *streams) = request
+        keep(reply)
+        become(arguments, streams)
+
+
+def next_request() -> tuple[list[str], list[int]] | None:
+    """Take connections from the socket that is stdin, and fork for each request.
+
+    Returns the request and its descriptors in the fork; None in the server, when the last connection is closed.
+    """
+    listener = socket.socket(fileno=os.dup(0))
+    sockets = [listener]
+    while True:
+        for ready in select.select(sockets, [], [])[0]:
+            if ready is listener:
+                sockets.append(listener.accept()[0])
+                continue
+            message, descriptors, *_ = socket.recv_fds(ready, 1 << 20, 3)
             if not message:
-                return
-            if not os.fork():
-                break
+                ready.close()
+                sockets.remove(ready)
+                if sockets == [listener]:
+                    return None
+            elif not os.fork():
+                for each in sockets:
+                    each.close()
+                return json.loads(message), descriptors
             for descriptor in descriptors:
                 os.close(descriptor)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    keep(descriptors[0])
-    become(descriptors, json.loads(message))
 
 
 def keep(reply: int) -> None:
     """Fork once more.  The parent says the child's number and how it ended, and ends; only the child returns."""
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
     if child := os.fork():
         os.write(reply, b"%d\n" % child)
         os.write(reply, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         os._exit(0)
+    os.close(reply)
     os.setsid()
 
 
-def become(descriptors: list[int], arguments: list[str]) -> None:
-    """Run a script as `python SCRIPT ARGUMENTS` would, in the environment that the libraries were imported in."""
-    reply, *streams = descriptors
-    os.close(reply)
-    for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
+def become(arguments: list[str], streams: list[int]) -> NoReturn:
+    """Run a script as `python SCRIPT ARGUMENTS` would, or `module:function` with arguments, and end.
+
+    It ends as an interpreter does, but without freeing its objects: that would copy the memory of all libraries.
+    """
+    for number, descriptor in enumerate(streams, 1):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    module, _, function = arguments[0].partition(":")
+    code = 0
+    try:
+        if function:
+            getattr(importlib.import_module(module), function)(*arguments[1:])
+        else:
+            sys.argv[:] = arguments
+            sys.path[0] = str(Path(arguments[0]).parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        code = 1
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,20 +178,35 @@ class Fork:
 
 
 class Server:
-    """The process that is forked; it imports while the test goes on, and ends with this one or when it is closed."""
+    """A connection to the process that is forked.  It imports while the tests go on, and ends with the last of them."""
 
-    def __init__(self, *mode: str, env: Mapping[str, str] | None = None) -> None:
-        """`gpu` as the mode: on a CPU that says it is a GPU."""
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-m", "tests.preloaded", *mode]
-            self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=theirs.fileno(),
-                                             stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    _process: subprocess.Popen[bytes] | None = None  # where it was started here
+
+    def __init__(self, name: str, *mode: str, env: Mapping[str, str] | None = None) -> None:
+        """Servers of one name are one; who comes first starts it.  `gpu` as the mode: on a CPU that plays a GPU."""
+        address = f"\0gpt-2048-tests-{name}"  # vanishes with its owner
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while self._requests.connect_ex(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    continue  # another is about to listen
+                listener.listen()
+                command = [sys.executable, "-m", "tests.preloaded", *mode]
+                self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=listener.fileno(),
+                                                 stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+
+    def send(self, command: list[str], reply: int, stdout: IO[str], stderr: IO[str]) -> None:
+        """Have a command run.  Its number and, when it has ended, its exit code are written to `reply`."""
+        socket.send_fds(self._requests, [json.dumps(command).encode()], [reply, stdout.fileno(), stderr.fileno()])
 
     def start(self, command: list[str], stdout: IO[str], stderr: IO[str]) -> Fork:
         """Run a script with its arguments."""
         ours, theirs = os.pipe()
-        socket.send_fds(self._requests, [json.dumps(command).encode()], [theirs, stdout.fileno(), stderr.fileno()])
+        self.send(command, theirs, stdout, stderr)
         os.close(theirs)
         reply = os.fdopen(ours)
         return Fork(int(reply.readline()), reply)
@@ -152,15 +214,43 @@ class Server:
     def close(self) -> None:
         """Runs under way go on."""
         self._requests.close()
-        self._process.wait()
+        if self._process:
+            self._process.wait()
 
 
 @functools.cache
 def shared_server() -> Server:
-    """The server of this process's tests, started when first asked for."""
-    server = Server()
-    atexit.register(server.close)
-    return server
+    """The server of these tests, started when one of their processes first asks for it."""
+    return Server(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))
+
+
+def begin(*arguments: object, folder: Path) -> None:
+    """Run the program in the background, once for all processes of these tests; its streams go to files in a folder.
+
+    A lock on a file there is held until the run ends; the file then has its number and its exit code.
+    """
+    with (folder / "process").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # another process has begun it
+        if lock.tell():
+            return  # and it has ended
+        command = [str(SCRIPT), *map(str, arguments)]
+        with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+            if GPU:
+                done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=stdout, stderr=stderr, check=False)
+                lock.write(f"0\n{done.returncode}\n")
+            else:
+                shared_server().send(command, lock.fileno(), stdout, stderr)
+
+
+def finished(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Wait for the run that was begun there."""
+    with (folder / "process").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        _, code = map(int, lock.read().split())
+    return subprocess.CompletedProcess([], code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
 @contextlib.contextmanager
@@ -178,7 +268,9 @@ def started(*arguments: object, log: Path) -> Iterator[Process]:
         process.wait()
 
 
-def run(*arguments: object, script: Path = SCRIPT, server: Server | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, script: Path | str = SCRIPT, server: Server | None = None
+) -> subprocess.CompletedProcess[str]:
     """The program, to its end."""
     if GPU and server is None:
         return run_fresh(*arguments, script=script)
@@ -192,6 +284,15 @@ def run(*arguments: object, script: Path = SCRIPT, server: Server | None = None)
         stdout.seek(0)
         stderr.seek(0)
         return subprocess.CompletedProcess(command, code, stdout.read(), stderr.read())
+
+
+def call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of a test module where the libraries are imported; its failure is the caller's."""
+    if GPU:
+        return function(*map(str, arguments))
+    done = run(*arguments, script=f"{function.__module__}:{function.__qualname__}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return None
 
 
 if __name__ == "__main__":

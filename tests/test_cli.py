@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,11 +38,13 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["play"]])
-def test_help_lists_the_fields_with_their_defaults(command: Sequence[str]) -> None:
-    done = run(*command, "--help")
-    assert done.returncode == 0
-    assert "--target" in done.stdout
-    assert "2048" in done.stdout
+def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        program.main([*command, "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert "--target" in said
+    assert "2048" in said
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,9 @@ def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == f"error: {path} cannot be read: it is not UTF-8 text\n"
 
 
-def test_play_prints_a_row_per_seed(honest: Path) -> None:
-    done = run("play", honest, "--seeds", "3", "5")
-    assert done.returncode == 0
-    rows = [line.split("│")[1:3] for line in done.stdout.splitlines() if "success" in line]
+def test_play_prints_a_row_per_seed(honest: Path, call: Call) -> None:
+    shown, _ = call("play", honest, "--seeds", 3, 5)
+    rows = [line.split("│")[1:3] for line in shown.splitlines() if "success" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [["3", "success"], ["5", "success"]]
 
 
@@ -146,9 +147,10 @@ def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call
     assert {name: control["won"] for name, control in result["controls"].items()} == {"random": 1.0, "greedy": 1.0}
 
 
-def test_the_jail_that_was_left_off_is_recorded(honest: Path) -> None:
-    assert json.loads(run("play", honest, "--seeds", "1", "--json").stdout)["jailed"] is True
-    assert json.loads(run("play", honest, "--seeds", "1", "--json", "--unsafe-no-jail").stdout)["jailed"] is False
+def test_the_jail_that_was_left_off_is_recorded(honest: Path, call: Call) -> None:
+    short = ("play", honest, "--seeds", 1, "--target", 32, "--json")
+    assert json.loads(call(*short, "--unsafe-no-jail")[0])["jailed"] is False
+    assert json.loads(call(*short)[0])["jailed"] is True
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def env(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[s
 @pytest.fixture(scope="module")
 def server(env: dict[str, str]) -> Iterator[Server]:
     """The process that has such a GPU and the libraries."""
-    with contextlib.closing(Server("gpu", env=env)) as started:
+    with contextlib.closing(Server(f"gpu-{os.getpid()}", "gpu", env=env)) as started:
         yield started
 
 

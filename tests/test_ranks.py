@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, alive, cmdline, descendants, run_python, wait_until
+from tests.preloaded import call
 from toolkit import ranks
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
@@ -84,7 +85,7 @@ def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
     assert sum(name.startswith("events.out") for name in names) == 2  # of the steps, and of the best program
 
 
-def test_the_digest_tells_adapters_apart(base: Path) -> None:
+def check_the_digest(base: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -93,6 +94,10 @@ def test_the_digest_tells_adapters_apart(base: Path) -> None:
     assert ranks.weights_digest(model) == before
     next(weights for name, weights in model.named_parameters() if "lora_B" in name).data[0, 0] += 1e-6
     assert ranks.weights_digest(model) != before
+
+
+def test_the_digest_tells_adapters_apart(base: Path) -> None:
+    call(check_the_digest, base)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks share two cores")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import descendants, run, wait_until, without_seconds
+from tests.helpers import descendants, wait_until, without_seconds
 from toolkit.runs import board_key
 
 FORESEES = """
@@ -78,8 +78,8 @@ def test_no_player_is_forked_from_a_process_that_knows_seeds() -> None:
 def test_a_game_has_the_same_cpu_limit_beside_others(pool: program.Pool) -> None:
     """The limit was pooled: what timed out alone won beside quick games."""
     seeds = [1, 2, 3, 4]
-    together = program.execute_strategies([SLOW_IN_SOME_GAMES], seeds, timeout=0.5, pool=pool)[0]
-    alone = [program.execute_strategies([SLOW_IN_SOME_GAMES], [seed], timeout=0.5, pool=pool)[0][0] for seed in seeds]
+    together = program.execute_strategies([SLOW_IN_SOME_GAMES], seeds, timeout=0.2, pool=pool)[0]
+    alone = [program.execute_strategies([SLOW_IN_SOME_GAMES], [seed], timeout=0.2, pool=pool)[0][0] for seed in seeds]
     assert [result.outcome for result in together] == [result.outcome for result in alone]
     assert {result.outcome for result in alone} == {"timeout", "success"}
 
@@ -168,12 +168,13 @@ def test_a_file_without_a_strategy_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "broken.py defines no strategy(board)" in said
 
 
-def test_names_are_not_read_as_markup(tmp_path: Path) -> None:
-    path = tmp_path / "[bold].py"
-    path.write_text("\ufeff" + CODE, encoding="utf-8")  # with a byte order mark, as some editors write it
-    done = run("eval", path.name, "--games", "1", "--target", "64", "--size", "4", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[bold].py" in done.stdout
+def test_names_are_not_read_as_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("[bold].py").write_text("\ufeff" + CODE, encoding="utf-8")  # with a byte order mark, as some editors write it
+    assert program.main(["eval", "[bold].py", "--games", "1", "--target", "64", "--size", "4"]) == 0
+    assert "[bold].py" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

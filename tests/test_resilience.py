@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,15 @@ import pytest
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
+from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import run, started
 
-NUMBERS = {"model": "tiny", "generations": 4, "batch-size": 4, "accumulation": 1, "boards": 1, "save-steps": 1,
-           "games": 2, "size": 4, "target": 128, "max-new-tokens": 64, "learning-rate": 1e-3,
-           "run-name": "run"}  # fmt: skip
-
 
 def command(out: Path, **changes: object) -> list[str]:
-    """Arguments of a short run."""
-    numbers = {"steps": 6, "output-dir": out} | NUMBERS | {name.replace("_", "-"): v for name, v in changes.items()}
-    return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+    """Arguments of the short run, in a folder of its own."""
+    return flags(output_dir=out, run_name="run", **changes)
 
 
 def steps_done(folder: Path) -> list[int]:
@@ -53,13 +50,9 @@ def numbers_of(folder: Path) -> tuple[dict[str, bytes], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps in one go, of which only the result is printed."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    done = run(*command(out), "--quiet")
-    assert done.returncode == 0, done.stderr
-    (out / "said").write_text(done.stdout)
-    return out / "run"
+def undisturbed(trained: Run) -> Path:
+    """All steps in one go."""
+    return trained.folder
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +74,42 @@ def unfinished(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "run", symlinks=True))
 
 
-def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(unfinished: Path, undisturbed: Path) -> None:
-    before = steps_done(unfinished)[-1]
-    assert before < 6
-    (unfinished.parent / "latest").symlink_to("run")
-    done = run("--resume", "--output-dir", unfinished.parent)
-    assert done.returncode == 0, done.stderr
-    assert f"going on after step {before}" in done.stdout
-    assert numbers_of(unfinished) == numbers_of(undisturbed)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (unfinished, undisturbed)]
+def in_the_middle_of_a_step(folder: Path) -> bool:
+    """Whether a step has been played and not yet saved."""
+    return len((folder / "rollouts.jsonl").read_text().splitlines()) > steps_done(folder)[-1]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A copy of the stopped run that went on to its end, keeping two checkpoints."""
+
+    folder: Path
+    said: str
+    children: set[int]  # the processes that it had under way
+
+
+@pytest.fixture(scope="module")
+def resumed(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    folder = Path(shutil.copytree(stopped, tmp_path_factory.mktemp("resumed") / "run", symlinks=True))
+    (folder.parent / "latest").symlink_to("run")
+    log = folder.parent / "log"
+    with started("--resume", "--output-dir", folder.parent, "--keep", 2, log=log) as process:
+        assert wait_until(lambda: in_the_middle_of_a_step(folder), 120), log.read_text()
+        children = descendants(process.pid)
+        assert process.wait(300) == 0, log.read_text()
+    return Resumed(folder, log.read_text(), children)
+
+
+def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
+    resumed: Resumed, stopped: Path, undisturbed: Path
+) -> None:
+    before = steps_done(stopped)[-1]
+    assert before < STEPS
+    assert f"going on after step {before}" in resumed.said
+    assert numbers_of(resumed.folder) == numbers_of(undisturbed)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (resumed.folder, undisturbed)]
     for name in ("before", "after", "steps", "target", "distinct", "zero_spread"):
         assert results[0][name] == results[1][name]
-
-
-def test_a_quiet_run_prints_its_result_alone(undisturbed: Path) -> None:
-    said = undisturbed.with_name("said").read_text()
-    assert "after training" in said
-    assert "step" not in said
-    assert "def strategy" not in said
 
 
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:
@@ -122,7 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
     assert numbers_of(unfinished) == numbers_of(undisturbed)
     events = EventAccumulator(str(unfinished))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("train/reward")] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
     [
         (["--learning-rate", "0.5"], "--learning-rate was 0.001 when run began: leave it out, or choose another"),
         (["--model", "someone/else"], "--model was tiny when run began"),
-        (["--steps", "7"], "--steps was 6 when run began"),
+        (["--steps", "7"], f"--steps was {STEPS} when run began"),
     ],
 )
 def test_other_numbers_do_not_go_on_with_a_run(
@@ -172,14 +183,20 @@ def test_two_processes_never_train_in_one_folder(unfinished: Path, capsys: pytes
         assert first.poll() is None
 
 
-def test_the_newest_checkpoints_are_kept_and_the_best(undisturbed: Path) -> None:
+def test_training_leaves_no_process(resumed: Resumed) -> None:
+    assert len(resumed.children) >= 2  # a worker and its zygote
+    assert wait_until(lambda: not any(map(alive, resumed.children)), 10)
+
+
+def test_the_newest_checkpoints_are_kept_and_the_best(resumed: Resumed) -> None:
     """The best is the one before which tiles were largest; here there is one for each step."""
+    folder = resumed.folder
     levels = [statistics.fmean(math.log2(game["max_tile"]) for row in step["completions"] for game in row["results"])
-              for step in numbers_of(undisturbed)[1]]  # fmt: skip
+              for step in numbers_of(folder)[1]]  # fmt: skip
     best = 1 + levels.index(max(levels))
-    assert (undisturbed / "best").resolve() == undisturbed / f"checkpoint-{best}"
-    assert steps_done(undisturbed) == sorted({best, 4, 5, 6})
-    assert not (undisturbed / program.UNFINISHED).exists() or not list((undisturbed / program.UNFINISHED).iterdir())
+    assert (folder / "best").resolve() == folder / f"checkpoint-{best}"
+    assert steps_done(folder) == sorted({best, STEPS - 1, STEPS})
+    assert not (folder / program.UNFINISHED).exists() or not list((folder / program.UNFINISHED).iterdir())
 
 
 def test_tensorboard_shows_more_than_curves(undisturbed: Path) -> None:
@@ -189,7 +206,7 @@ def test_tensorboard_shows_more_than_curves(undisturbed: Path) -> None:
     events.Reload()
     tags = events.Tags()
     assert {"completions/text_summary", "best program/text_summary"} <= set(tags["tensors"])
-    assert len(events.Histograms("largest tile, log2")) == 6
+    assert len(events.Histograms("largest tile, log2")) == STEPS
     *_, last = events.Images("end of the best game")
     game = json.loads((undisturbed / "best_game.json").read_text())
     assert last.encoded_image_string == png(program.board_picture(game["end"]))
@@ -219,28 +236,30 @@ def test_a_run_says_what_made_it(undisturbed: Path) -> None:
     assert set(origin) == {"started", "versions", "git"}
 
 
-def test_a_second_interruption_ends_it_at_once(base: Path, tmp_path: Path) -> None:
-    """And leaves what is there whole."""
-    slow = command(tmp_path, generations=32, batch_size=32)
-    with started(*slow, log=tmp_path / "log") as process:
-        assert wait_until(lambda: steps_done(tmp_path / "run"), 240), (tmp_path / "log").read_text()
+def test_a_second_signal_ends_it_at_once(unfinished: Path) -> None:
+    """And leaves what is there whole.  The first is SIGTERM, which is heard like Ctrl-C."""
+    log = unfinished.parent / "log"
+    with started(*command(unfinished.parent), log=log) as process:
+        assert wait_until(lambda: in_the_middle_of_a_step(unfinished), 120), log.read_text()
         children = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: "ending this step" in log.read_text(), 20), log.read_text()
         process.send_signal(signal.SIGINT)
-        assert wait_until(lambda: "ending this step" in (tmp_path / "log").read_text(), 20)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (130, 0)
+        assert process.wait(60) == 130
+    assert "stopped after step" not in log.read_text()
     assert wait_until(lambda: not any(map(alive, children)), 10)
-    assert program.newest_checkpoint(tmp_path / "run", print)
+    assert program.newest_checkpoint(unfinished, print)
 
 
+@pytest.mark.slow
 def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
     at = steps_done(unfinished)[-1]
     log = unfinished.parent / "log"
     with started(*command(unfinished.parent), log=log) as process:
-        assert wait_until(lambda: steps_done(unfinished)[-1] > at, 120), log.read_text()
+        assert wait_until(lambda: in_the_middle_of_a_step(unfinished), 120), log.read_text()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) in (143, 0)  # 0: it was the last step
-    assert program.newest_checkpoint(unfinished, print)
+        assert process.wait(300) == 143
+    assert steps_done(unfinished)[-1] > at
 
 
 @pytest.mark.slow
@@ -252,7 +271,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) ->
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("no disk can be mounted here")
     try:
-        done = run(*command(disk, keep=50, steps=30))
+        done = run(*command(disk, steps=30))
         assert done.returncode == 2, done.stderr
         assert done.stderr.splitlines()[-1].startswith("error: the disk that ")
         kept = program.newest_checkpoint(disk / "run", print)
@@ -289,7 +308,7 @@ def test_a_removal_under_way_is_said_too(tmp_path: Path) -> None:
 def test_kills_change_nothing(base: Path, tmp_path: Path) -> None:
     """kill -9 at random moments, twice each: at the start, after the first step, after a checkpoint that is new."""
     steps, kills, rng = 10, 6, random.Random(7)
-    whole, broken = (command(tmp_path / name, steps=steps) for name in ("whole", "broken"))
+    whole, broken = (command(tmp_path / name, steps=steps, keep=3) for name in ("whole", "broken"))
     folder, log, last = tmp_path / "broken" / "run", tmp_path / "log", 0
     with started(*whole, log=log) as process:
         assert process.wait(1800) == 0, log.read_text()

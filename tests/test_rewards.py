@@ -103,7 +103,7 @@ def test_rewards_of_a_completion(
     pool: program.Pool, completion: str, works: float, clean: float, succeeds: float | None
 ) -> None:
     """Each of the three tells its own part: whether it loads, whether it cheats, how far it gets."""
-    values = rewards(completion, seeds=[1], timeout=1.0)
+    values = rewards(completion, seeds=[1], timeout=0.3)
     assert values[:2] == [works, clean]
     assert succeeds is None or values[2] == succeeds
 
@@ -278,7 +278,7 @@ def strategy(board):
 
 def total(source: str, boards: int = 2) -> float:
     """The sum of the rewards on 4x4 boards with a far target: random play is far from winning there."""
-    return sum(rewards(fenced(source), seeds=list(range(boards)), size=4, target=1024, timeout=1.0))
+    return sum(rewards(fenced(source), seeds=list(range(boards)), size=4, target=1024, timeout=0.3))
 
 
 @pytest.mark.parametrize("source", BAD.values(), ids=BAD.keys())

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.preloaded import run
-from toolkit import machine, tiny, watch
+from tests.preloaded import call, run
+from toolkit import watch
 from toolkit.runs import OUTCOMES
 
 HEALTHY = watch.StepSummary(
@@ -124,16 +125,17 @@ def test_a_program_cannot_take_the_terminal_over() -> None:
     assert "[bold]x = '\\x1b[2J'[/bold]" in shown
 
 
+def make_noise(folder: str) -> None:
+    tiny.warm_start(program.tiny_task(), config=tiny.WarmStartConfig(steps=1, batch=4, corpus=50), folder=Path(folder))
+
+
 def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     """A model of random weights writes noise for ever: two lost steps end it, saved, with exit code 3.
 
     All rewards are equal but an entropy bonus is not, which alone must not move the weights.
     """
-    from safetensors.torch import load_file
-
-    machine.prepare_environment(offline=True)
-    config = tiny.WarmStartConfig(steps=1, batch=4, corpus=50)
-    noise = tiny.warm_start(program.tiny_task(), config=config, folder=tmp_path / "noise")
+    noise = tmp_path / "noise"
+    call(make_noise, noise)
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
