@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
 from tests.preloaded import call, run
-from toolkit import watch
+from toolkit import tiny, watch
 from toolkit.runs import OUTCOMES
 
 HEALTHY = watch.StepSummary(
