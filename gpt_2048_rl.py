@@ -1766,18 +1766,23 @@ def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig)
     return by_first_rank(play_them)
 
 
-def play_held_out(source: str, config: TrainConfig | EvalConfig, record: bool = False) -> list[GameResult]:
-    """One strategy's games on the held-out boards."""
-    seeds = board_seeds(config.games, held_out=True)
+def play_out(
+    source: str, config: TrainConfig | EvalConfig, seeds: Sequence[int], record: bool = False
+) -> list[GameResult]:
+    """One strategy's games on some boards, played to the end."""
     return execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout, record)[0]
+
+
+def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
+    """One strategy on the held-out boards."""
+    return score_of(play_out(source, config, board_seeds(config.games, held_out=True)), config.target)
 
 
 def evaluate_controls(config: TrainConfig | EvalConfig) -> dict[str, Score]:
     """Both controls on the held-out boards."""
     from toolkit.programs import controls
 
-    strategies = controls(LAYOUTS[config.keys]).items()
-    return {name: score_of(play_held_out(source, config), config.target) for name, source in strategies}
+    return {name: evaluate_strategy(source, config) for name, source in controls(LAYOUTS[config.keys]).items()}
 
 
 def best_game(games: Sequence[GameResult], size: int) -> dict[str, Any]:
@@ -1975,17 +1980,13 @@ def random_moves_win(config: TrainConfig, target: int) -> float:
     """Share of 16 boards of their own on which random legal moves make the target."""
     from toolkit.programs import controls
 
-    seeds = board_seeds(16, config.seed, "random moves")
-    source = controls(LAYOUTS[config.keys])["random"]
-    results = execute_strategies([source], seeds, config.size, target, config.keys, config.timeout)[0]
-    return statistics.fmean(result.outcome == "success" for result in results)
+    games = play_out(controls(LAYOUTS[config.keys])["random"], config, board_seeds(16, config.seed, "random moves"))
+    return statistics.fmean(game.max_tile >= target for game in games)
 
 
 def finished_game(config: TrainConfig, source: str) -> dict[str, Any]:
-    """A strategy's game on a board of its own, played to the end, in the form for a page."""
-    seeds = board_seeds(1, config.seed, "picture")
-    games = execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout, record=True)[0]
-    return best_game(games, config.size)
+    """A strategy's game on a board of its own, in the form for a page."""
+    return best_game(play_out(source, config, board_seeds(1, config.seed, "picture"), record=True), config.size)
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
@@ -2005,7 +2006,7 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 
         progress = watch.Progress(
             trainer, rollouts, config, run, console,
-            evaluate=partial(evaluate_model, model, tokenizer, config),
+            evaluate=lambda: evaluate_model(trainer.model, tokenizer, config),  # it can wrap the model
             random_won=cache(partial(random_moves_win, config)),
             finished_game=partial(finished_game, config),
         )  # fmt: skip
@@ -2026,13 +2027,13 @@ def keep_best(run: Path, config: TrainConfig, step: int) -> tuple[str, Score | N
     from toolkit import runs, watch
 
     sources = runs.finalists(run / "rollouts.jsonl", config.finalists)
+    if not sources:
+        return "", None
     seeds = board_seeds(4, config.seed, "final")
     played = execute_strategies(sources, seeds, config.size, TO_THE_END, config.keys, config.timeout)
-    ranked = sorted(zip(played, sources, strict=True), key=lambda row: sum(result.score for result in row[0]))
-    if not ranked:
-        return "", None
-    source = ranked[-1][1]
-    games = play_held_out(source, config, record=True)
+    scores = [sum(game.score for game in games) for games in played]
+    source = sources[scores.index(max(scores))]
+    games = play_out(source, config, board_seeds(config.games, held_out=True), record=True)
     game = best_game(games, config.size)
     runs.write_whole(run / "best_strategy.py", source + "\n")
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
@@ -2143,7 +2144,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     if source is not None:
         if pool.judge([Job(source, ())])[0].works == "none":
             raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
-        score = score_of(play_held_out(source, config), config.target)
+        score = evaluate_strategy(source, config)
     else:
         model, tokenizer = load_model(config.model, config, partial(console.print, soft_wrap=True))
         score = evaluate_model(model, tokenizer, config)
