@@ -189,7 +189,7 @@ def test_the_default_is_an_adapter_in_lora_model(
 
 def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:
     exported(learned / "checkpoint-1", "lora", tmp_path / "lora")
-    assert "two-steps" in (tmp_path / "lora" / "README.md").read_text()
+    assert '"run_name": "run"' in (tmp_path / "lora" / "README.md").read_text()
 
 
 def test_an_embedded_model_that_left_the_cache_is_made_again(
