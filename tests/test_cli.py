@@ -153,14 +153,6 @@ def test_the_jail_that_was_left_off_is_recorded(honest: Path, call: Call) -> Non
     assert json.loads(call(*short)[0])["jailed"] is True
 
 
-@pytest.mark.parametrize(
-    ("won", "games", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
-)
-def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
-    assert wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
-
-
 def test_training_boards_are_never_held_out_boards() -> None:
     trained = {seed for group in range(50) for seed in program.board_seeds(8, 3407, group)}
     held_out = set(program.board_seeds(400, held_out=True))

@@ -292,6 +292,7 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
             trouble = f"{run} was removed"
         elif shutil.disk_usage(run).free < 50e6:
             trouble = f"the disk that {run} is on is full"
+            time.sleep(1)  # TensorBoard's thread may still be printing its traceback: the one line comes after it
         else:
             raise
         kept = newest_checkpoint(run, lambda _: None)
