@@ -10,7 +10,6 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HONEST, run
-from toolkit.runs import wilson_interval
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
