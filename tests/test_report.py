@@ -26,6 +26,7 @@ from tests.conftest import SIZE, TARGET, Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
 from toolkit import report, runs
+from toolkit.programs import controls
 
 HOSTILE = (
     "</code></pre></script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
@@ -138,7 +139,7 @@ def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
 
 def test_what_hinders_the_report_costs_the_run_nothing(folder: Path) -> None:
     (folder / "rollouts.jsonl").write_text("{}\n")
-    assert program.report_run(folder).startswith("no report could be written: ")
+    assert report.try_report(folder).startswith("no report could be written: ")
 
 
 def test_curves_are_read_out_with_the_keyboard(recorded: Path, browser: Browser) -> None:
@@ -260,7 +261,7 @@ def test_the_replay_starts_and_ends_where_the_game_did(recorded: Path, browser: 
 def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, browser: Browser) -> None:
     """Forwards, backwards and in leaps; boards of other sizes; games longer than the positions that are kept."""
     game = program.execute_strategies([HONEST], [size], size, 1024, record=True)[0][0]
-    (folder / "best_game.json").write_text(json.dumps(program.recorded_game(game, size)))
+    (folder / "best_game.json").write_text(json.dumps(program.best_game([game], size)))
     report.write_report(folder)
     board = program.GameBoard(size, size, program.TO_THE_END)
     positions = [(list(itertools.chain(*board.board())), board.score())]
@@ -282,7 +283,7 @@ def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, br
 
 def test_a_move_that_changed_nothing_is_not_replayed() -> None:
     result = program.execute_strategies(["def strategy(board): return 'a'"], [0], record=True)[0][0]
-    game = program.recorded_game(result, 6)
+    game = program.best_game([result], 6)
     assert len(result.moves) - len(game["moves"]) == program.LIMITS.idle_moves
     assert game["max_tile"] == result.max_tile
 
@@ -509,7 +510,7 @@ def test_the_result_is_there_for_each_board(trained: Run) -> None:
     """In the order of the boards, under names that say nothing of their seeds."""
     result = json.loads((trained.folder / "result.json").read_text())
     seeds = program.board_seeds(4, held_out=True)
-    source = program.control_strategies("bepo")["greedy"]
+    source = controls(program.LAYOUTS["bepo"])["greedy"]
     played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END)[0]
     assert result["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
     assert len(set(result["boards"])) == 4

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,6 +242,19 @@ def test_an_error_of_its_own_is_raised_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started < 0.5
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(), RuntimeError("No such file or directory (os error 2)"),
+                                   ValueError("Can't find a valid checkpoint at {run}/checkpoint-2")])  # fmt: skip
+def test_a_removal_under_way_is_waited_for(error: Exception, tmp_path: Path) -> None:
+    """It takes its time, and the first file that is missed was not the last to go."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").touch()
+    error.args = tuple(str(text).format(run=run) for text in error.args)
+    threading.Timer(0.2, shutil.rmtree, [run]).start()
+    with pytest.raises(UsageError, match="was removed"), runs.blaming_the_folder(run):
+        raise error
+
+
 def test_a_missing_file_of_a_run_that_is_there_is_no_removal(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(FileNotFoundError), runs.blaming_the_folder(tmp_path):
@@ -281,6 +295,33 @@ def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
     """A loss that is not a number is no reason for a page without its other curves."""
     write_curves(tmp_path / "events.out.tfevents.0", {"reward": {1: 1.0, 2: math.nan, 3: 3.0}})
     assert runs.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
+
+
+def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
+    """What a killed run logged after its checkpoint is done again; fewer steps than the checkpoint's are damage."""
+    file = Path(shutil.copy(RECORDED / "rollouts.jsonl", tmp_path))
+    whole = file.read_text()
+    file.write_text(whole[:-100])  # the kill cut the sixth line off
+    assert [row["step"] for row in runs.rewind(file, 4)] == [1, 2, 3, 4]
+    assert file.read_text() == "".join(whole.splitlines(keepends=True)[:4])
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
+        runs.rewind(file, 5)
+
+
+def test_finalists_have_the_largest_tiles_and_play(tmp_path: Path) -> None:
+    """A program that cheats or does not load is none.  Of equal ones the latest comes first."""
+    file = tmp_path / "rollouts.jsonl"
+    tries = [("once", [64, 64], "load", ""), ("cheats", [512, 512], "load", "imports os"),
+             ("one", [32, 128], "load", ""), (None, [512, 512], "none", ""), ("fails", [512, 512], "fail", ""),
+             ("small", [2, 2], "load", ""), ("two", [128, 32], "load", ""), ("once", [256, 256], "load", ""),
+             ("once", [4, 4], "load", "")]  # fmt: skip
+    with file.open("w") as log:
+        for step, (source, tiles, works, cheating) in enumerate(tries, 1):
+            done = {"source": source, "reward": 0, "works": works, "cheating": cheating,
+                    "results": [{"max_tile": tile} for tile in tiles]}  # fmt: skip
+            log.write(json.dumps({"step": step, "target": 128, "completions": [done]}) + "\n")
+    assert runs.finalists(file, 3) == ["once", "two", "one"]
+    assert runs.finalists(file, 9) == ["once", "two", "one", "small"]
 
 
 def test_a_run_of_an_older_version_has_scores_without_boards(tmp_path: Path) -> None:
