@@ -24,7 +24,7 @@ from IPython.display import Markdown, display
 from rich.console import Console
 
 import gpt_2048_rl as program
-import records
+from toolkit.runs import read_run
 
 warnings.filterwarnings("ignore", "IProgress")  # without widgets, progress bars are text
 
@@ -85,7 +85,7 @@ if not (folder / "result.json").exists():
 # The first picture is what the optimizer sees. The other two are what we want: programs that work and tiles that grow.
 
 # %%
-run = records.read_run(folder)
+run = read_run(folder)
 pictures = {
     "mean reward": ["games/reward"],
     "share of programs that load, and of games won": ["games/works", "games/won"],
@@ -102,8 +102,8 @@ for axis, (title, names) in zip(axes, pictures.items(), strict=True):
 
 # %%
 rows = [f"| held-out boards | made {config.target} | median largest tile |", "|---|---|---|"]
-rows += [f"| {name} | {score.won:.0%} ({score.low:.0%} to {score.high:.0%}) | {score.median:.0f} |"
-         for name, score in run.scores.items()]  # fmt: skip
+rows += [f"| {name} | {score.won:.0%} ({score.won_low:.0%} to {score.won_high:.0%}) "
+         f"| {score.largest_tile_median:.0f} |" for name, score in run.scores.items()]  # fmt: skip
 display(Markdown("\n".join(rows)))
 
 # %% [markdown]

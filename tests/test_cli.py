@@ -10,7 +10,6 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HONEST, run
-from toolkit.runs import wilson_interval
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
@@ -151,14 +150,6 @@ def test_the_jail_that_was_left_off_is_recorded(honest: Path, call: Call) -> Non
     short = ("play", honest, "--seeds", 1, "--target", 32, "--json")
     assert json.loads(call(*short, "--unsafe-no-jail")[0])["jailed"] is False
     assert json.loads(call(*short)[0])["jailed"] is True
-
-
-@pytest.mark.parametrize(
-    ("won", "games", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
-)
-def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
-    assert wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_training_boards_are_never_held_out_boards() -> None:

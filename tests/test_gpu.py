@@ -139,7 +139,7 @@ def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: tuple[Path
     (folder / "result.json").unlink()
     said = on_gpu(server, "train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name", "run",
                   *SHORT)  # fmt: skip
-    assert "going on after step 1" in said
+    assert "resuming after step 1" in said
     assert (folder / ADAPTER).read_bytes() == (four_bits[0] / ADAPTER).read_bytes()
 
 

@@ -1,11 +1,13 @@
-"""report.html and compare, in a real browser: what they say, that no text in them does anything, and the replay."""
+"""report.html and compare in a real browser: what they say, that no text in them does anything, and the replay.
+
+The pages are about the run in tests/recorded_run, so these tests train nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -19,11 +21,12 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-import records
-import report
 from tests.browser import Browser, Page
 from tests.conftest import SIZE, TARGET, Run
-from tests.helpers import HONEST, run
+from tests.helpers import HONEST, ROOT
+from tests.record_run import RECORDED
+from toolkit import report, runs
+from toolkit.programs import controls
 
 HOSTILE = (
     "</code></pre></script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
@@ -43,11 +46,18 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its report."""
+    folder = Path(shutil.copytree(RECORDED, tmp_path_factory.mktemp("recorded") / "run"))
+    report.write_report(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(trained: Run, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be changed."""
-    left_out = shutil.ignore_patterns("checkpoint-*", "adapter")
-    return Path(shutil.copytree(trained.folder, tmp_path / "copy", ignore=left_out, symlinks=True))
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of the recorded run that a test may change."""
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
 
 
 def change(file: Path, changed: Callable[[dict[str, Any]], object]) -> None:
@@ -76,12 +86,12 @@ def test_a_training_run_writes_its_report(trained: Run) -> None:
     assert (trained.folder / "report.html").stat().st_size < 500_000
 
 
-def test_the_table_has_the_figures_of_the_result(trained: Run, browser: Browser) -> None:
+def test_the_table_has_the_figures_of_the_result(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         cells = "[...document.querySelectorAll('tbody tr')].map(r => [...r.children].map(c => c.innerText))"
         rows = {name: figures for name, *figures in page.run(cells)}
-    result = trained.result
+    result = json.loads((recorded / "result.json").read_text())
     for name, score in (("before training", result["before"]), ("after training", result["after"]),
                         ("random legal moves", result["controls"]["random"])):  # fmt: skip
         interval = f"{score['won_low']:.0%} to {score['won_high']:.0%}"
@@ -99,7 +109,7 @@ def test_a_stopped_run_has_a_page_without_a_result(folder: Path, browser: Browse
     report.write_report(folder)
     with Page(browser) as page:
         page.open(folder / "report.html")
-        assert "1 of 2 steps" in shown(page, "main > p")
+        assert "5 of 6 steps" in shown(page, "main > p")
         assert page.run("document.getElementById('replay').checkVisibility()") is False
         assert page.run("document.querySelectorAll('figure').length") == 5
         assert page.problems() == []
@@ -110,33 +120,34 @@ def test_a_run_that_was_killed_at_once_has_a_page_too(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "config.json").write_text(config)
-    done = subprocess.run([sys.executable, report.__file__, folder], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "toolkit.report", folder], capture_output=True, text=True, cwd=ROOT,
+                          check=False)  # fmt: skip
     assert (done.stdout, done.returncode) == (f"{folder / 'report.html'}\n", 0), done.stderr
-    assert "0 of 2 steps" in (folder / "report.html").read_text()
+    assert "0 of 6 steps" in (folder / "report.html").read_text()
 
 
 def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
     """After an interruption training goes on from a checkpoint, and writes steps that are there already."""
     log = folder / "rollouts.jsonl"
-    first, second = log.read_text().splitlines(keepends=True)
+    first, second = log.read_text().splitlines(keepends=True)[:2]
     other = json.loads(second)
     other["completions"] = other["completions"][:3]
     log.write_text(first + second + json.dumps(other) + "\n")
-    steps = records.read_run(folder).steps
+    steps = runs.read_run(folder).steps
     assert [(number, len(step.attempts)) for number, step in steps.items()] == [(1, 8), (2, 3)]
 
 
 def test_what_hinders_the_report_costs_the_run_nothing(folder: Path) -> None:
     (folder / "rollouts.jsonl").write_text("{}\n")
-    assert program.report_run(folder).startswith("no report could be written: ")
+    assert report.try_report(folder).startswith("no report could be written: ")
 
 
-def test_curves_are_read_out_with_the_keyboard(trained: Run, browser: Browser) -> None:
-    curves = records.read_curves(trained.folder)
+def test_curves_are_read_out_with_the_keyboard(recorded: Path, browser: Browser) -> None:
+    curves = runs.read_curves(recorded)
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         page.run("document.querySelector('figure input').focus()")
-        for step, key in ((1, "ArrowLeft"), (2, "ArrowRight")):
+        for step, key in ((5, "ArrowLeft"), (6, "ArrowRight")):
             page.press(key)
             rewards, games = (curves[name][step] for name in ("reward", "games/reward"))
             said = f"Step {step}: all rewards {rewards:.2f}, its games {games:.2f}"
@@ -144,9 +155,9 @@ def test_curves_are_read_out_with_the_keyboard(trained: Run, browser: Browser) -
             assert page.run("document.activeElement.getAttribute('aria-valuetext')") == said
 
 
-def test_curves_are_read_out_under_the_pointer(trained: Run, browser: Browser) -> None:
+def test_curves_are_read_out_under_the_pointer(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         page.run("document.querySelector('figure').scrollIntoView()")
         box = page.run("(b => [b.left + 5, b.top + 5])(document.querySelector('figure svg').getBoundingClientRect())")
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
@@ -201,7 +212,7 @@ def test_hostile_text_stays_text_without_the_policy(hostile: Path, browser: Brow
         assert_harmless(page)
 
 
-def test_the_policy_holds_without_escaping(trained: Run, browser: Browser, tmp_path: Path) -> None:
+def test_the_policy_holds_without_escaping(recorded: Path, browser: Browser, tmp_path: Path) -> None:
     """A script, a handler, a style, a picture and a frame in the middle of the page: none of them does anything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}/"
@@ -209,7 +220,7 @@ def test_the_policy_holds_without_escaping(trained: Run, browser: Browser, tmp_p
                    f"<iframe src='{address}'></iframe><link rel='stylesheet' href='{address}'>"
                    f"<script src='{address}'></script><style>body {{ display: none }}</style>")  # fmt: skip
         copy = tmp_path / "planted.html"
-        copy.write_text((trained.folder / "report.html").read_text().replace("<main>", planted))
+        copy.write_text((recorded / "report.html").read_text().replace("<main>", planted))
         with Page(browser) as page:
             page.open(copy)
             assert page.run("window.hit === undefined")
@@ -223,42 +234,34 @@ def test_the_policy_holds_without_escaping(trained: Run, browser: Browser, tmp_p
             assert caller.recv(1) == b""
 
 
-def test_the_page_asks_for_nothing_but_itself(trained: Run, browser: Browser) -> None:
+def test_the_page_asks_for_nothing_but_itself(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         page.run("document.getElementById('end').click()")
         asked = [event["request"]["url"] for event in page.events("Network.requestWillBeSent")]
         assert page.problems() == []
-    assert {url for url in asked if not url.startswith("data:")} == {(trained.folder / "report.html").as_uri()}
+    assert {url for url in asked if not url.startswith("data:")} == {(recorded / "report.html").as_uri()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The replay
 
 
-def test_the_replay_ends_where_the_referee_stopped(trained: Run, browser: Browser) -> None:
-    """The best of the held-out games, played once more by the referee, move for move."""
-    source = (trained.folder / "best_strategy.py").read_text()
-    seeds = program.board_seeds(4, held_out=True)
-    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END, record=True)[0]
-    best = max(played, key=lambda game: (game.max_tile, game.score))
-    board = program.GameBoard(SIZE, best.seed, program.TO_THE_END)
-    start = list(itertools.chain(*board.board()))
-    for move in best.moves:
-        board.move(int(move))
+def test_the_replay_starts_and_ends_where_the_game_did(recorded: Path, browser: Browser) -> None:
+    game = json.loads((recorded / "best_game.json").read_text())
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
-        assert shown_board(page) == start
+        page.open(recorded / "report.html")
+        assert shown_board(page) == game["start"]
         page.run("document.getElementById('end').click()")
-        assert shown_board(page) == list(itertools.chain(*board.board()))
-        assert f"Score {best.score:,}, largest tile {best.max_tile}." in shown(page, "#status")
+        assert shown_board(page) == game["end"]
+        assert f"Score {game['score']:,}, largest tile {game['max_tile']}." in shown(page, "#status")
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, browser: Browser) -> None:
     """Forwards, backwards and in leaps; boards of other sizes; games longer than the positions that are kept."""
-    game = program.execute_strategies([HONEST], [size], size, program.TO_THE_END, record=True)[0][0]
-    (folder / "best_game.json").write_text(json.dumps(program.recorded_game(game, size)))
+    game = program.execute_strategies([HONEST], [size], size, 1024, record=True)[0][0]
+    (folder / "best_game.json").write_text(json.dumps(program.best_game([game], size)))
     report.write_report(folder)
     board = program.GameBoard(size, size, program.TO_THE_END)
     positions = [(list(itertools.chain(*board.board())), board.score())]
@@ -280,12 +283,12 @@ def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, br
 
 def test_a_move_that_changed_nothing_is_not_replayed() -> None:
     result = program.execute_strategies(["def strategy(board): return 'a'"], [0], record=True)[0][0]
-    game = program.recorded_game(result, 6)
+    game = program.best_game([result], 6)
     assert len(result.moves) - len(game["moves"]) == program.LIMITS.idle_moves
     assert game["max_tile"] == result.max_tile
 
 
-def test_the_replay_is_played_with_the_keyboard_alone(trained: Run, browser: Browser) -> None:
+def test_the_replay_is_played_with_the_keyboard_alone(recorded: Path, browser: Browser) -> None:
     """Reached with Tab; forward, back, the slider, play and pause; and each is told to who cannot see the board."""
 
     def tab_to(name: str) -> None:
@@ -296,7 +299,7 @@ def test_the_replay_is_played_with_the_keyboard_alone(trained: Run, browser: Bro
         raise AssertionError(f"Tab does not lead to {name}")
 
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         tab_to("play")
         assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         tab_to("forward")
@@ -326,9 +329,9 @@ def test_the_replay_is_played_with_the_keyboard_alone(trained: Run, browser: Bro
         assert shown(page, "#status").startswith(f"Move {moves} of")
 
 
-def test_the_replay_plays_to_the_end_and_stops(trained: Run, browser: Browser) -> None:
+def test_the_replay_plays_to_the_end_and_stops(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         total = page.run("Number(document.getElementById('position').max)")
         page.run("document.getElementById('speed').value = 1000")
         page.run("document.getElementById('play').click()")
@@ -337,9 +340,9 @@ def test_the_replay_plays_to_the_end_and_stops(trained: Run, browser: Browser) -
         assert shown(page, "#status").startswith(f"Move {total:,} of")
 
 
-def test_every_control_has_a_name(trained: Run, browser: Browser) -> None:
+def test_every_control_has_a_name(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         page.call("Accessibility.enable")
         nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
@@ -349,10 +352,10 @@ def test_every_control_has_a_name(trained: Run, browser: Browser) -> None:
     assert all(name for _, name in controls)
 
 
-def test_less_motion_where_the_user_wants_less(trained: Run, browser: Browser) -> None:
+def test_less_motion_where_the_user_wants_less(recorded: Path, browser: Browser) -> None:
     for wish, animation in (("no-preference", "appear"), ("reduce", "none")):
         with Page(browser, prefers_reduced_motion=wish) as page:
-            page.open(trained.folder / "report.html")
+            page.open(recorded / "report.html")
             page.run("document.getElementById('forward').click()")
             assert page.run("getComputedStyle(document.querySelector('#board .new')).animationName") == animation
 
@@ -371,7 +374,7 @@ def test_nothing_is_wider_than_the_screen(width: int, hostile: Path, browser: Br
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out(scheme: str, trained: Run, browser: Browser) -> None:
+def test_text_stands_out(scheme: str, recorded: Path, browser: Browser) -> None:
     """The contrast that WCAG 2.2 asks for: 4.5 for text, 3 for large bold text such as that on tiles."""
 
     def brightness(colour: str) -> float:
@@ -393,7 +396,7 @@ def test_text_stands_out(scheme: str, trained: Run, browser: Browser) -> None:
                 colours(find('pre'), find('details'))]};
     })()"""
     with Page(browser, prefers_color_scheme=scheme) as page:
-        page.open(trained.folder / "report.html")
+        page.open(recorded / "report.html")
         found = page.run(script)
     for pairs, least in ((found["text"], 4.5), (found["tiles"], 3.0)):
         for pair in pairs:
@@ -415,11 +418,12 @@ def other(folder: Path, tmp_path: Path) -> Path:
     return twin
 
 
-def test_runs_are_compared_board_by_board(folder: Path, other: Path, browser: Browser, tmp_path: Path) -> None:
+def test_runs_are_compared_board_by_board(
+    folder: Path, other: Path, browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page_file = tmp_path / "both.html"
-    done = run("compare", folder, other, "--output", page_file, "--json")
-    assert done.returncode == 0, done.stderr
-    after = json.loads(done.stdout)["pairs"][0]
+    assert program.main(["compare", str(folder), str(other), "--output", str(page_file), "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)["pairs"][0]
     assert after == {"first": "copy, after training", "second": "twin, after training", "boards": 4,
                      "won_first": 2, "won_second": 0, "won_p": 0.5,
                      "higher_first": 2, "higher_second": 1, "higher_p": 1.0}  # fmt: skip
@@ -442,13 +446,13 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
             score["tiles"] = score["tiles"][:3]
 
     change(other / "result.json", shorten)
-    assert {pair.boards for pair in records.pairs_between(records.read_runs([folder, other]))} == {3}
+    assert {pair.boards for pair in runs.pairs_between(runs.read_runs([folder, other]))} == {3}
 
 
 def test_runs_of_one_name_are_told_apart(folder: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moved = other.rename(tmp_path / "elsewhere" / "copy")
-    assert list(records.read_runs([folder, moved])) == [str(folder), str(moved)]
+    assert list(runs.read_runs([folder, moved])) == [str(folder), str(moved)]
 
 
 def truncate(name: str) -> Callable[[Path], object]:
@@ -498,11 +502,15 @@ def test_a_comparison_needs_two_runs_and_a_place(folder: Path, other: Path, caps
         assert said in capsys.readouterr().err
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves for its pages
+
+
 def test_the_result_is_there_for_each_board(trained: Run) -> None:
-    """In the boards' order, under names that say nothing of their seeds."""
+    """In the order of the boards, under names that say nothing of their seeds."""
     result = json.loads((trained.folder / "result.json").read_text())
     seeds = program.board_seeds(4, held_out=True)
-    source = program.control_strategies("bepo")["greedy"]
+    source = controls(program.LAYOUTS["bepo"])["greedy"]
     played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END)[0]
     assert result["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
     assert len(set(result["boards"])) == 4
@@ -511,43 +519,16 @@ def test_the_result_is_there_for_each_board(trained: Run) -> None:
     assert all(sum(tile >= TARGET for tile in score["tiles"]) / 4 == score["won"] for score in scores)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-
-
-@pytest.mark.parametrize("count", range(9))
-def test_the_sign_test_counts_every_outcome(count: int) -> None:
-    """Of all the ways in which `count` fair coins fall, the share that is at least as uneven."""
-    falls = [sum(fall) for fall in itertools.product((0, 1), repeat=count)]
-    for above in range(count + 1):
-        uneven = sum(abs(2 * fall - count) >= abs(2 * above - count) for fall in falls) / len(falls)
-        assert records.sign_test(above, count - above) == pytest.approx(uneven)
-
-
-@pytest.mark.parametrize("count", range(1, 13))
-def test_the_interval_of_the_median_is_the_narrowest_that_holds(count: int) -> None:
-    """Values fall below the median as coins do: over all their falls, the interval has it in at least 95%, and the next
-    narrower one has not."""
-
-    def holds(k: int) -> float:
-        falls = itertools.product((0, 1), repeat=count)
-        return float(sum(k <= sum(fall) <= count - k for fall in falls) / 2**count)
-
-    interval = records.median_interval(range(1, count + 1))
-    if interval is None:
-        assert holds(1) < 0.95
-    else:
-        k = int(interval[0])
-        assert interval == (k, count + 1 - k)
-        assert holds(k) >= 0.95 > holds(k + 1)
-
-
-def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
-    """A loss that is not a number is no reason for a page without its other curves."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path))
-    for step, value in enumerate((1.0, math.nan, 3.0), 1):
-        writer.add_scalar("train/reward", value, step)
-    writer.close()
-    assert records.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
+def test_the_recorded_game_is_the_best_one_on_the_held_out_boards(trained: Run) -> None:
+    """Played once more, move for move."""
+    source = (trained.folder / "best_strategy.py").read_text()
+    seeds = program.board_seeds(4, held_out=True)
+    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END, record=True)[0]
+    best = max(played, key=lambda game: (game.max_tile, game.score))
+    board = program.GameBoard(SIZE, best.seed, program.TO_THE_END)
+    start = list(itertools.chain(*board.board()))
+    for move in best.moves:
+        board.move(int(move))
+    game = json.loads((trained.folder / "best_game.json").read_text())
+    assert (game["start"], game["end"]) == (start, list(itertools.chain(*board.board())))
+    assert (game["score"], game["max_tile"]) == (best.score, best.max_tile)

@@ -30,7 +30,7 @@ from toolkit.machine import (
     check_model,
     parameter_shapes,
 )
-from toolkit.runs import read_json
+from toolkit.runs import AFTER, BEFORE, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -286,7 +286,7 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 
 def results_table(result: Mapping[str, Any], target: int) -> str:
     """The results of a run in Markdown."""
-    scores = {"before training": result["before"], "after training": result["after"],
+    scores = {BEFORE: result["before"], AFTER: result["after"],
               **{f"control: {name} moves": score for name, score in result["controls"].items()}}  # fmt: skip
     table = f"\n| held-out boards | made {target} | 95% interval | median tile | games |\n|---|---|---|---|---|\n"
     for name, score in scores.items():

@@ -274,10 +274,9 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
 # Interruptions
 
 
-def is_about_a_missing_file(error: Exception) -> bool:
-    """Whether an error says that a file is missing; safetensors and torch say so in types of their own."""
-    said = str(error).lower()
-    return isinstance(error, FileNotFoundError) or "no such file" in said or "does not exist" in said
+def may_be_a_removal(error: Exception, run: Path) -> bool:
+    """Whether an error is about a missing file or names a file of the run; libraries have their own types for it."""
+    return isinstance(error, FileNotFoundError) or "No such file" in str(error) or str(run) in str(error)
 
 
 @contextlib.contextmanager
@@ -286,12 +285,13 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_about_a_missing_file(error):
+        if may_be_a_removal(error, run):
             time.sleep(1)  # a removal that is still under way may not have reached config.json
         if not (run / "config.json").exists():
             trouble = f"{run} was removed"
         elif shutil.disk_usage(run).free < 50e6:
             trouble = f"the disk that {run} is on is full"
+            time.sleep(1)  # TensorBoard's thread may still be printing its traceback: the one line comes after it
         else:
             raise
         kept = newest_checkpoint(run, lambda _: None)

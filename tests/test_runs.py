@@ -1,0 +1,397 @@
+"""A run's folder: files and checkpoints are there whole or not at all, runs are resumed as they began; statistics."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.record_run import RECORDED, write_curves
+from toolkit import UsageError, runs
+
+
+@dataclass
+class Config:
+    """What a run's folder needs of a config, and two more fields."""
+
+    output_dir: Path
+    run_name: str = ""
+    model: str = "owner/name"
+    learning_rate: float = 5e-5
+    keep: int = 3
+    resume: bool = False
+    json: bool = False
+
+
+def checkpoint(run: Path, step: int, best: bool = False, keep: int = 9) -> Path:
+    """A finished checkpoint of one small file."""
+    written = run / runs.UNFINISHED / f"checkpoint-{step}"
+    written.mkdir(parents=True)
+    (written / "weights").write_text(f"of step {step}")
+    runs.finish_checkpoint(written, run, keep, best)
+    return run / written.name
+
+
+def steps(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in runs.checkpoints(run)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and checkpoints
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    runs.write_whole(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        runs.write_whole(tmp_path / "file", "new\ud800")
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_json_is_read_or_its_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    assert runs.read_json(file) == {}
+    file.write_text('{"a": 1}')
+    assert runs.read_json(file) == {"a": 1}
+    for damaged in ("", '{"a": ', "[1]", "null", "\udcff"):
+        file.write_bytes(damaged.encode("utf-8", "surrogateescape"))
+        with pytest.raises(UsageError, match=r"file\.json is damaged"):
+            runs.read_json(file)
+
+
+def test_the_newest_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 9, 10, 11):
+        checkpoint(tmp_path, step, best=step == 2, keep=2)
+    assert steps(tmp_path) == [11, 10, 2]
+    assert (tmp_path / "best").resolve().name == "checkpoint-2"
+    checkpoint(tmp_path, 12, best=True, keep=2)
+    checkpoint(tmp_path, 13, keep=2)
+    assert steps(tmp_path) == [13, 12]
+
+
+def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    for name in ("checkpoint-last", "checkpoint-", "checkpoint-4-old"):
+        (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("damage", ["changed", "shortened", "missing", "added", "no digests", "bad digests"])
+def test_a_damaged_checkpoint_is_skipped(damage: str, tmp_path: Path) -> None:
+    whole, damaged = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    match damage:
+        case "changed":
+            (damaged / "weights").write_text("of step 3")
+        case "shortened":
+            os.truncate(damaged / "weights", 3)
+        case "missing":
+            (damaged / "weights").unlink()
+        case "added":
+            (damaged / "more").touch()
+        case "no digests":
+            (damaged / runs.DIGESTS).unlink()
+        case _:
+            (damaged / runs.DIGESTS).write_text("{")
+    said: list[str] = []
+    assert runs.newest_checkpoint(tmp_path, said.append) == whole
+    assert said == [f"{damaged} is damaged: skipping it"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_done_again(tmp_path: Path) -> None:
+    (checkpoint(tmp_path, 1) / "weights").unlink()
+    assert runs.newest_checkpoint(tmp_path, lambda _: None) is None
+    again = checkpoint(tmp_path, 1)
+    assert runs.newest_checkpoint(tmp_path, pytest.fail) == again
+
+
+class WritesCheckpoints:
+    """Of a transformers Trainer what AtomicCheckpoints needs: it writes two files, and may fail in between."""
+
+    def __init__(self, step: int, rank: int = 0, fails: bool = False) -> None:
+        self.state, self.fails = SimpleNamespace(global_step=step), fails
+        self.accelerator = SimpleNamespace(is_main_process=rank == 0, wait_for_everyone=lambda: None)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        raise NotImplementedError
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text(f"of step {self.state.global_step}")
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        (folder / "optimizer").touch()
+
+
+def trainer_in(run: Path) -> Any:
+    """A class of trainers whose checkpoints of even steps are the best."""
+
+    class Trainer(runs.AtomicCheckpoints, WritesCheckpoints):
+        run_folder, keep_checkpoints = run, 1
+
+        def is_best(self) -> bool:
+            return bool(self.state.global_step % 2 == 0)
+
+    return Trainer
+
+
+def test_a_checkpoint_appears_when_it_is_complete(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    trainer(1)._save_checkpoint(None, None)
+    assert runs.newest_checkpoint(tmp_path, pytest.fail) == tmp_path / "checkpoint-1"
+    with pytest.raises(OSError, match="No space left"):
+        trainer(2, fails=True)._save_checkpoint(None, None)
+    assert steps(tmp_path) == [1]
+    assert not (tmp_path / "best").exists()
+    trainer(2)._save_checkpoint(None, None)
+    trainer(3)._save_checkpoint(None, None)
+    assert steps(tmp_path) == [3, 2]
+    assert (tmp_path / "best").resolve().name == "checkpoint-2"
+    assert {path.name for path in (tmp_path / "checkpoint-3").iterdir()} == {"weights", "optimizer", runs.DIGESTS}
+    assert list((tmp_path / runs.UNFINISHED).iterdir()) == []
+
+
+def test_only_the_first_rank_moves_a_checkpoint(tmp_path: Path) -> None:
+    trainer_in(tmp_path)(1, rank=1)._save_checkpoint(None, None)
+    assert [path.name for path in tmp_path.iterdir()] == [runs.UNFINISHED]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting and resuming
+
+
+def begun(folder: Path, name: str = "run") -> Path:
+    """The folder of a run that has begun."""
+    return runs.open_run(Config(folder, run_name=name, learning_rate=0.5))
+
+
+def test_a_new_run_has_its_config_its_origin_and_a_name(tmp_path: Path) -> None:
+    run = runs.open_run(Config(tmp_path, learning_rate=0.5))
+    assert run.name.startswith("name-2")  # the model's name and the time
+    assert (tmp_path / "latest").resolve() == run
+    assert json.loads((run / "config.json").read_text())["learning_rate"] == 0.5
+    assert set(json.loads((run / "origin.json").read_text())) == {"started", "versions", "git"}
+
+
+def test_a_run_that_has_begun_keeps_its_config(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    assert runs.open_run(Config(tmp_path, run_name="run")) == run
+    assert runs.stored_config(run, Config) == Config(tmp_path, run_name="run", learning_rate=0.5)
+
+
+@pytest.mark.parametrize(("file", "said"), [("result.json", "is finished: choose"), ("thesis.txt", "no run of this")])
+def test_other_folders_are_left_alone(file: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / file).touch()
+    with pytest.raises(UsageError, match=said):
+        begun(tmp_path)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [file]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\): choose another --output-dir"):
+        begun(tmp_path / "file")
+
+
+def test_the_run_to_resume_is_the_one_named_or_the_newest(tmp_path: Path) -> None:
+    first, second = begun(tmp_path, "first"), begun(tmp_path, "second")
+    assert runs.run_to_resume("first", tmp_path, resume=False) == first
+    assert runs.run_to_resume("first", tmp_path, resume=True) == first
+    assert runs.run_to_resume("", tmp_path, resume=True) == second
+    assert runs.run_to_resume("", tmp_path, resume=False) is None
+    assert runs.run_to_resume("third", tmp_path, resume=False) is None
+    with pytest.raises(UsageError, match=f"there is no run {tmp_path / 'third'} to resume: leave --resume out"):
+        runs.run_to_resume("third", tmp_path, resume=True)
+
+
+def test_a_config_of_an_older_version_gets_defaults(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    (run / "config.json").write_text('{"learning_rate": 0.25, "gone": 1, "resume": true, "json": true}')
+    assert runs.stored_config(run, Config) == Config(tmp_path, run_name="run", learning_rate=0.25)
+
+
+def test_what_may_not_change_is_named(tmp_path: Path) -> None:
+    stored = Config(tmp_path, run_name="run", learning_rate=0.5)
+    runs.check_unchanged(Config(tmp_path / "moved", learning_rate=0.5, keep=1), stored, {"keep"})
+    for config, said in ((Config(tmp_path), "--learning-rate was 0.5 when run began: leave it out"),
+                         (Config(tmp_path, learning_rate=0.5, keep=1), "--keep was 3")):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            runs.check_unchanged(config, stored, ())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+
+def test_an_error_of_its_own_is_raised_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="out of memory"), runs.blaming_the_folder(tmp_path):
+        raise RuntimeError("out of memory")
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), RuntimeError("No such file or directory (os error 2)"),
+                                   ValueError("Can't find a valid checkpoint at {run}/checkpoint-2")])  # fmt: skip
+def test_a_removal_under_way_is_waited_for(error: Exception, tmp_path: Path) -> None:
+    """It takes its time, and the first file that is missed was not the last to go."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").touch()
+    error.args = tuple(str(text).format(run=run) for text in error.args)
+    threading.Timer(0.2, shutil.rmtree, [run]).start()
+    with pytest.raises(UsageError, match="was removed"), runs.blaming_the_folder(run):
+        raise error
+
+
+def test_a_missing_file_of_a_run_that_is_there_is_no_removal(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(FileNotFoundError), runs.blaming_the_folder(tmp_path):
+        (tmp_path / "none").open()
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    checkpoint(tmp_path, 7)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with (
+        pytest.raises(UsageError, match=r"^the disk that .* is full: .*the run resumes after step 7$"),
+        runs.blaming_the_folder(tmp_path),
+    ):
+        raise OSError(28, "No space left on device")
+
+
+def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with runs.Interruption() as interruption:
+        with pytest.raises(KeyboardInterrupt):  # no step is under way
+            signal.raise_signal(signal.SIGINT)
+        interruption.waits = True
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.signal == signal.SIGTERM
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading runs
+
+
+def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
+    """A loss that is not a number is no reason for a page without its other curves."""
+    write_curves(tmp_path / "events.out.tfevents.0", {"reward": {1: 1.0, 2: math.nan, 3: 3.0}})
+    assert runs.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
+
+
+def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
+    """What a killed run logged after its checkpoint is done again; fewer steps than the checkpoint's are damage."""
+    file = Path(shutil.copy(RECORDED / "rollouts.jsonl", tmp_path))
+    whole = file.read_text()
+    file.write_text(whole[:-100])  # the kill cut the sixth line off
+    assert [row["step"] for row in runs.rewind(file, 4)] == [1, 2, 3, 4]
+    assert file.read_text() == "".join(whole.splitlines(keepends=True)[:4])
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
+        runs.rewind(file, 5)
+
+
+def test_finalists_have_the_largest_tiles_and_play(tmp_path: Path) -> None:
+    """A program that cheats or does not load is none.  Of equal ones the latest comes first."""
+    file = tmp_path / "rollouts.jsonl"
+    tries = [("once", [64, 64], "load", ""), ("cheats", [512, 512], "load", "imports os"),
+             ("one", [32, 128], "load", ""), (None, [512, 512], "none", ""), ("fails", [512, 512], "fail", ""),
+             ("small", [2, 2], "load", ""), ("two", [128, 32], "load", ""), ("once", [256, 256], "load", ""),
+             ("once", [4, 4], "load", "")]  # fmt: skip
+    with file.open("w") as log:
+        for step, (source, tiles, works, cheating) in enumerate(tries, 1):
+            done = {"source": source, "reward": 0, "works": works, "cheating": cheating,
+                    "results": [{"max_tile": tile} for tile in tiles]}  # fmt: skip
+            log.write(json.dumps({"step": step, "target": 128, "completions": [done]}) + "\n")
+    assert runs.finalists(file, 3) == ["once", "two", "one"]
+    assert runs.finalists(file, 9) == ["once", "two", "one", "small"]
+
+
+def test_a_run_of_an_older_version_has_scores_without_boards(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    result = json.loads((run / "result.json").read_text())
+    del result["boards"], result["best"]
+    for row in (result["before"], result["after"], *result["controls"].values()):
+        del row["tiles"]
+    (run / "result.json").write_text(json.dumps(result))
+    old = runs.read_run(run)
+    assert list(old.scores) == [runs.BEFORE, runs.AFTER, runs.RANDOM, runs.GREEDY]
+    assert old.scores[runs.AFTER].largest_tile_median == result["after"]["largest_tile_median"]
+    assert old.by_board(runs.AFTER) == {}
+    assert runs.pairs_within(old) == []
+
+
+def test_a_score_is_written_and_read_with_the_same_fields() -> None:
+    run = runs.read_run(RECORDED)
+    after = run.scores[runs.AFTER]
+    assert vars(after) == run.result["after"] | {"tiles": after.tiles}
+    assert list(run.by_board(runs.AFTER).items()) == list(zip(run.result["boards"], after.tiles, strict=True))
+    assert runs.score(after.tiles, run.config["target"]) == after
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_a_game_is_won_when_its_target_was_made() -> None:
+    assert runs.score((64, 128, 256, 4), 128) == runs.Score(4, 0.5, 0.15, 0.85, 96.0, (64, 128, 256, 4))
+    assert runs.score((), 128) == runs.Score(0, 0.0, 0.0, 1.0, 0.0, ())
+
+
+@pytest.mark.parametrize(
+    ("won", "games", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
+)
+def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
+    assert runs.wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_players_are_compared_on_the_boards_of_both() -> None:
+    a, b = {"x": 256, "y": 64, "z": 32, "only a": 512}, {"x": 64, "y": 128, "z": 32, "only b": 2}
+    assert runs.compare_players("a", a, "b", b, 128) == runs.Pair("a", "b", 3, 1, 1, 1.0, 1, 1, 1.0)
+    assert runs.compare_players("a", a, "b", b, 64) == runs.Pair("a", "b", 3, 0, 0, 1.0, 1, 1, 1.0)
+    assert runs.compare_players("a", a, "b", b, 256) == runs.Pair("a", "b", 3, 1, 0, 1.0, 1, 1, 1.0)
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_the_sign_test_counts_every_outcome(count: int) -> None:
+    """Of all the ways in which `count` fair coins fall, the share that is at least as uneven."""
+    falls = [sum(fall) for fall in itertools.product((0, 1), repeat=count)]
+    for above in range(count + 1):
+        uneven = sum(abs(2 * fall - count) >= abs(2 * above - count) for fall in falls) / len(falls)
+        assert runs.sign_test(above, count - above) == pytest.approx(uneven)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_interval_of_the_median_is_the_narrowest_that_holds(count: int) -> None:
+    """Values fall below the median as coins do.  Over all their falls the interval holds it in at least 95%, and the
+    next narrower one does not."""
+
+    def holds(k: int) -> float:
+        falls = itertools.product((0, 1), repeat=count)
+        return float(sum(k <= sum(fall) <= count - k for fall in falls) / 2**count)
+
+    interval = runs.median_interval(range(1, count + 1))
+    if interval is None:
+        assert holds(1) < 0.95
+    else:
+        k = int(interval[0])
+        assert interval == (k, count + 1 - k)
+        assert holds(k) >= 0.95 > holds(k + 1)
