@@ -11,7 +11,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import run, started
+from toolkit import watch
+from toolkit.runs import UNFINISHED, newest_checkpoint
 
 
 def command(out: Path, **changes: object) -> list[str]:
@@ -105,7 +106,7 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
 ) -> None:
     before = steps_done(stopped)[-1]
     assert before < STEPS
-    assert f"going on after step {before}" in resumed.said
+    assert f"resuming after step {before}" in resumed.said
     assert numbers_of(resumed.folder) == numbers_of(undisturbed)
     results = [json.loads((folder / "result.json").read_text()) for folder in (resumed.folder, undisturbed)]
     for name in ("before", "after", "steps", "target", "distinct", "zero_spread"):
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
         file.truncate(1000)
     done = run(*command(unfinished.parent))
     assert done.returncode == 0, done.stderr
-    assert f"{newest} is damaged, and left alone" in done.stdout
+    assert f"{newest} is damaged: skipping it" in done.stdout
     assert numbers_of(unfinished) == numbers_of(undisturbed)
     events = EventAccumulator(str(unfinished))
     events.Reload()
@@ -170,7 +171,7 @@ def test_a_strange_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_there_has_to_be_a_run_to_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["--resume", "--output-dir", str(tmp_path)]) == 2
-    said = f"error: there is no run {tmp_path / 'latest'} to go on with: leave --resume out\n"
+    said = f"error: there is no run {tmp_path / 'latest'} to resume: leave --resume out\n"
     assert capsys.readouterr().err == said
 
 
@@ -196,7 +197,7 @@ def test_the_newest_checkpoints_are_kept_and_the_best(resumed: Resumed) -> None:
     best = 1 + levels.index(max(levels))
     assert (folder / "best").resolve() == folder / f"checkpoint-{best}"
     assert steps_done(folder) == sorted({best, STEPS - 1, STEPS})
-    assert not (folder / program.UNFINISHED).exists() or not list((folder / program.UNFINISHED).iterdir())
+    assert not (folder / UNFINISHED).exists() or not list((folder / UNFINISHED).iterdir())
 
 
 def test_tensorboard_shows_more_than_curves(undisturbed: Path) -> None:
@@ -209,7 +210,7 @@ def test_tensorboard_shows_more_than_curves(undisturbed: Path) -> None:
     assert len(events.Histograms("largest tile, log2")) == STEPS
     *_, last = events.Images("end of the best game")
     game = json.loads((undisturbed / "best_game.json").read_text())
-    assert last.encoded_image_string == png(program.board_picture(game["end"]))
+    assert last.encoded_image_string == png(watch.board_picture(game["end"]))
 
 
 def png(image: Any) -> bytes:
@@ -221,7 +222,7 @@ def png(image: Any) -> bytes:
 
 def test_model_written_text_stays_in_its_block() -> None:
     """Of Markdown, in TensorBoard."""
-    text = program.indented("```\n<script>\r# title\x0b\n\n[link](x)\u2028* item\x85![](y)")
+    text = watch.indented("```\n<script>\r# title\x0b\n\n[link](x)\u2028* item\x85![](y)")
     assert all(line.startswith("    ") for line in text.splitlines())
 
 
@@ -248,7 +249,7 @@ def test_a_second_signal_ends_it_at_once(unfinished: Path) -> None:
         assert process.wait(60) == 130
     assert "stopped after step" not in log.read_text()
     assert wait_until(lambda: not any(map(alive, children)), 10)
-    assert program.newest_checkpoint(unfinished, print)
+    assert newest_checkpoint(unfinished, print)
 
 
 @pytest.mark.slow
@@ -273,10 +274,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) ->
     try:
         done = run(*command(disk, steps=30))
         assert done.returncode == 2, done.stderr
-        assert done.stderr.splitlines()[-1].startswith("error: the disk that ")
-        kept = program.newest_checkpoint(disk / "run", print)
+        assert done.stderr.splitlines()[-1].startswith("error: the disk that "), done.stderr
+        kept = newest_checkpoint(disk / "run", print)
         assert kept
-        assert done.stderr.splitlines()[-1].endswith(f"to go on after step {kept.name.removeprefix('checkpoint-')}")
+        step = kept.name.removeprefix("checkpoint-")
+        assert done.stderr.splitlines()[-1].endswith(f"the run resumes after step {step}")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -284,24 +286,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) ->
 def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
     log = unfinished.parent / "log"
     with started(*command(unfinished.parent), log=log) as process:
-        assert wait_until(lambda: "going on after step" in log.read_text(), 120)
+        assert wait_until(lambda: "resuming after step" in log.read_text(), 120)
         shutil.rmtree(unfinished, ignore_errors=True)
         assert process.wait(300) == 2
     assert log.read_text().splitlines()[-1].startswith(f"error: {unfinished} was removed")
-
-
-def test_a_removal_under_way_is_said_too(tmp_path: Path) -> None:
-    """It takes its time, and the first file that is missed was not the last to go."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
-
-    @program.blaming_the_folder(tmp_path / "run")
-    def fail() -> None:
-        threading.Timer(0.2, shutil.rmtree, [tmp_path / "run"]).start()
-        raise FileNotFoundError
-
-    with pytest.raises(program.UsageError, match="was removed"):
-        fail()
 
 
 @pytest.mark.slow
@@ -327,7 +315,7 @@ def test_kills_change_nothing(base: Path, tmp_path: Path) -> None:
             process.wait()
         assert wait_until(lambda children=children: not any(map(alive, children)), 10)  # type: ignore[misc]
         if folder.is_dir():
-            newest = program.newest_checkpoint(folder, pytest.fail)
+            newest = newest_checkpoint(folder, pytest.fail)
             now = int(newest.name.removeprefix("checkpoint-")) if newest else 0
             assert now >= last
             last = now
