@@ -15,6 +15,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests import preloaded
+from tests.helpers import ROOT
 from toolkit import machine, tiny
 
 # The short run: on a small board, where good programs soon come to an end.
@@ -25,24 +26,25 @@ NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-s
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
 
-LONGEST = ("test_cluster.py", "test_export.py", "test_gpu.py", "test_hostile.py", "test_resilience.py", "test_train.py")
+# Files that take longest come first, so that both processes end together; those that read the short run come after it.
+FIRST = ("test_gpu.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", "test_hostile.py",
+         "test_resilience.py", "test_report.py", "test_export.py", "test_cluster.py", "test_ranks.py")  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a browser is optional.  Files that take longest come first, so that both processes end together."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """Put files in order.  What needs a browser is optional."""
+    order = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.optional)
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[program.Pool]:
-    """The program's own shared pool, so that the rewards use it too."""
-    shared = program.shared_pool()
-    yield shared
-    shared.close()
+@pytest.fixture(scope="module")
+def pool() -> program.Pool:
+    """The program's own shared pool, so that the rewards use it too.  A test of another module may have replaced it."""
+    return program.shared_pool(jailed=True)
 
 
 @dataclass(frozen=True)

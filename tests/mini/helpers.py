@@ -37,7 +37,8 @@ def log_probs_of(model: GPT, document: Sequence[int], temperature: float = 1.0) 
     ids = torch.tensor([list(document)])
     with torch.no_grad():
         logits = model.logits(model(ids, torch.ones_like(ids)))[0].double() / temperature
-    return [[value - math.log(sum(map(math.exp, row))) for value in row] for row in logits.tolist()]
+    sums = [math.log(sum(map(math.exp, row))) for row in logits.tolist()]
+    return [[value - total for value in row] for row, total in zip(logits.tolist(), sums, strict=True)]
 
 
 def run_mini(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -23,9 +23,11 @@ from mini.tokens import ChessTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini
 
-QUICK = ("--a-lines", 200, "--held-out", 8, "--warm-steps", 3, "--warm-batch", 4)
+DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 40)
+QUICK = (*DATA, "--warm-steps", 3, "--warm-batch", 4)
 # All answers are invalid after so short a warm start: only with a value head have they something to teach.
-RL = ("--batch-size", 2, "--k-samples", 4, "--save-steps", 2, "--use-gae")
+STEPS = 2
+RL = ("--batch-size", 2, "--k-samples", 4, "--save-steps", 1, "--use-gae")
 Trained = tuple[Path, str, dict[str, Any]]  # folder, what was said, the JSON object
 
 A_TRUTH = "8/8/8/8/8/8/8/K1k5 w - - 0 1+0.001+0+0"
@@ -34,7 +36,7 @@ P_TRUTH = "M: e2e4 c2c4 E: 0.42 0.21 B: e2e4"
 
 @pytest.fixture(scope="module")
 def task() -> ChessTask:
-    config = EvalConfig(a_lines=2000, held_out=64)
+    config = EvalConfig(a_lines=400, held_out=64)
     return ChessTask(ChessTokens(), config)
 
 
@@ -43,9 +45,9 @@ def task() -> ChessTask:
 
 
 def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on(task: ChessTask) -> None:
-    other = build_corpus(EvalConfig(a_lines=500, held_out=64, seed=9), ChessTokens())
+    other = build_corpus(EvalConfig(a_lines=200, held_out=64, seed=9), ChessTokens())
     assert other.held_out == task.corpus.held_out
-    assert other.train["A"][:500] != task.corpus.train["A"][:500]
+    assert other.train["A"][:100] != task.corpus.train["A"][:100]
     for corpus in (other, task.corpus):
         assert [len(corpus.held_out[name]) for name in ("P", "A")] == [64, 64]
         prompts = {example.prompt for examples in corpus.held_out.values() for example in examples}
@@ -120,72 +122,72 @@ def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def chess_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--json")
+    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--json")
     assert done.returncode == 0, done.stderr
     return folder, done.stderr, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_chess_reports_before_and_after(trained: Trained) -> None:
-    _, said, told = trained
+def test_chess_reports_before_and_after(chess_run: Trained) -> None:
+    _, said, told = chess_run
     names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move"}
     for moment in ("before", "after", "supervised"):
         assert set(told[moment]) == names | {"P", "A"}
         assert set(told[moment]["P"]) == set(told[moment]["A"]) == names
     assert 0 < told["rl_seconds"] < told["seconds"]
     steps = [line for line in said.splitlines() if line.startswith("step ")]
-    assert len(steps) == told["steps"] == 4
+    assert len(steps) == told["steps"] == STEPS
     for word in ("reward P", "valid P", "kl", "clip", "entropy", "no spread", "generate", "score", "train"):
         assert word in steps[0]
 
 
-def test_tensorboard_has_every_figure(trained: Trained) -> None:
+def test_tensorboard_has_every_figure(chess_run: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(trained[0]))
+    events = EventAccumulator(str(chess_run[0]))
     events.Reload()
     wanted = {"reward/P", "reward/A", "valid/P", "valid/A", "kl", "kl_coef", "kl_exact", "clip_share", "entropy",
               "zero_spread", "seconds", "memory_gib"}  # fmt: skip
     assert wanted <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("reward/P")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("reward/P")] == list(range(1, STEPS + 1))
 
 
-def test_an_interrupted_run_goes_on_to_the_same_numbers(trained: Trained, tmp_path: Path) -> None:
-    """Two steps, then --resume to four: reports and weights are those of four steps at once."""
+def test_an_interrupted_run_goes_on_to_the_same_numbers(chess_run: Trained, tmp_path: Path) -> None:
+    """One step, then --resume to two: reports and weights are those of two steps at once."""
     folder = tmp_path / "run"
-    done = run_mini("chess", *QUICK, *RL, "--steps", 2, "--no-control", "--log-dir", folder)
+    done = run_mini("chess", *QUICK, *RL, "--steps", 1, "--no-control", "--log-dir", folder)
     assert done.returncode == 0, done.stderr
-    assert "already" in run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder).stderr
-    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--no-control", "--resume",
+    assert "already" in run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder).stderr
+    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--no-control", "--resume",
                     "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert (told["before"], told["after"]) == (trained[2]["before"], trained[2]["after"])
-    ours, theirs = ((part / "model" / "model.safetensors").read_bytes() for part in (folder, trained[0]))
+    assert (told["before"], told["after"]) == (chess_run[2]["before"], chess_run[2]["after"])
+    ours, theirs = ((part / "model" / "model.safetensors").read_bytes() for part in (folder, chess_run[0]))
     assert ours == theirs != (folder / "start" / "model.safetensors").read_bytes()
 
 
-def test_a_resumed_run_must_be_the_same_run(trained: Trained, tmp_path: Path) -> None:
+def test_a_resumed_run_must_be_the_same_run(chess_run: Trained, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(trained[0], folder)
+    shutil.copytree(chess_run[0], folder)
     wrong = ((("--kl-coef", 0.5), "had --kl-coef 0.02, not 0.5"), (("--seed", 8), "had --seed 1, not 8"))
     for more, complaint in wrong:
-        done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--resume", *more)
+        done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume", *more)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert complaint in done.stderr
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
-    done = run_mini("chess", *QUICK, *RL, "--steps", 4, "--log-dir", folder, "--resume")
+    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "cannot be read as a checkpoint" in done.stderr
 
 
-def test_eval_and_sample_read_the_trained_model(trained: Trained) -> None:
-    model = trained[0] / "model"
-    done = run_mini("eval", "--init", model, "--held-out", 8, "--a-lines", 200, "--json")
+def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
+    model = chess_run[0] / "model"
+    done = run_mini("eval", "--init", model, *DATA, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert {name: told[name] for name in told if name != "seconds"} == trained[2]["after"]
+    assert {name: told[name] for name in told if name != "seconds"} == chess_run[2]["after"]
     done = run_mini("sample", "--init", model, "--a-lines", 200, "--k-samples", 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("log-probability") == 2

@@ -255,7 +255,7 @@ SAMPLING = Sampling(1.0, max_new_tokens=6)
 
 
 def test_the_loop_learns() -> None:
-    learner, config = learner_and_config(steps=40, batch_size=4, k_samples=8)
+    learner, config = learner_and_config(steps=20, batch_size=4, k_samples=8, lr=1e-2)
     sevens = [figures["sevens"] for figures in train(learner, CountSevens(), config, SAMPLING)]
     assert sum(sevens[-5:]) / 5 > sum(sevens[:5]) / 5 + 0.3
 
