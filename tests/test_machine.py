@@ -18,7 +18,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import run
-from toolkit import UsageError, machine
+from toolkit import UsageError
 from toolkit.machine import (
     DoctorConfig,
     Machine,
@@ -70,7 +70,7 @@ def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_shards_are_named_with_fsdp(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SHARDED", spread)
+    monkeypatch.setattr("toolkit.machine.SHARDED", spread)
     rows = choose_settings(H100, program.TrainConfig(loader="transformers")).rows
     assert any("shard" in why for _, _, why in rows) is spread
 
