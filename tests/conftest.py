@@ -40,12 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.optional)
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[program.Pool]:
-    """The program's own shared pool, so that the rewards use it too."""
-    shared = program.shared_pool()
-    yield shared
-    shared.close()
+@pytest.fixture(scope="module")
+def pool() -> program.Pool:
+    """The program's own shared pool, so that the rewards use it too; another one if a test before has closed it."""
+    return program.shared_pool()
 
 
 @dataclass(frozen=True)
