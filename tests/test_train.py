@@ -218,6 +218,6 @@ def test_a_damaged_adapter_gets_one_line(trained: Run, tmp_path: Path) -> None:
 
 
 def test_the_trained_adapter_can_be_evaluated(trained: Run) -> None:
-    done = run("eval", trained.folder / "adapter", "--games", "4", "--size", "4", "--json")
+    done = run("eval", trained.folder / "adapter", "--games", 4, "--size", 4, "--max-new-tokens", 48, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["games"] == 4

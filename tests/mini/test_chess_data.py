@@ -33,7 +33,12 @@ from mini.config import DataConfig, UsageError
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 P_LINE = f"P: {START}{' ' * 34}M: e2e4 c2c4 d2d4 a2a3 g1f3      E: 0.42 0.21 0.18 0.09 0.24                B: e2e4"
-PLAYED = [*islice(self_play(random.Random(0)), 4000)]
+
+
+@pytest.fixture(scope="module")
+def played() -> list[str]:
+    """Lines of self-play."""
+    return [*islice(self_play(random.Random(0)), 3000)]
 
 
 def moved(fen: str, uci: str, history: str = "") -> str:
@@ -78,10 +83,10 @@ def test_repetition_ends_a_game() -> None:
     assert line.endswith("+0.5+1+0")
 
 
-def test_self_play_shows_all_that_there_is_to_learn() -> None:
+def test_self_play_shows_all_that_there_is_to_learn(played: list[str]) -> None:
     """Every line is true by the rules, and rare events are frequent enough."""
     seen = Counter[str]()
-    for line in PLAYED:
+    for line in played:
         example = parse_line(line)
         assert example is not None
         fen, uci, history, _ = example.prompt[3:].split("+")
@@ -102,13 +107,13 @@ def test_self_play_shows_all_that_there_is_to_learn() -> None:
         assert (terminated == "1") == (reward in ("1.0", "0.5"))
         seen[reward] += 1
         assert (reward == "1.0") <= board.is_checkmate()
-    assert 0.02 < seen["illegal"] / len(PLAYED) < 0.04
+    assert 0.02 < seen["illegal"] / len(played) < 0.04
     assert min(seen[name] for name in ("castling", "en passant", "promotion", "1.0", "0.5")) >= 3
 
 
-def test_the_same_seed_plays_the_same_games() -> None:
+def test_the_same_seed_plays_the_same_games(played: list[str]) -> None:
     again, other = ([*islice(self_play(random.Random(seed)), 200)] for seed in (0, 1))
-    assert again == PLAYED[:200] != other
+    assert again == played[:200] != other
 
 
 def test_illegal_moves_are_of_the_movers_own_pieces() -> None:
@@ -131,15 +136,15 @@ def test_policy_line_in_full() -> None:
     assert answer.startswith("M: e2e4")
 
 
-def test_lines_with_and_without_their_prefix() -> None:
-    line = PLAYED[7]
+def test_lines_with_and_without_their_prefix(played: list[str]) -> None:
+    line = played[7]
     assert parse_line(f"<|endoftext|>{line}\n") == parse_line(line.removeprefix("A: ")) == parse_line(line)
     assert [parse_line(text) for text in ("", "P: 8/8 w", "a+b", line + "+0")] == [None] * 4
 
 
-def test_reading_a_corpus(tmp_path: Path) -> None:
+def test_reading_a_corpus(played: list[str], tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
-    path.write_text("\n".join([PLAYED[0], "", "nonsense", P_LINE, PLAYED[1]]))
+    path.write_text("\n".join([played[0], "", "nonsense", P_LINE, played[1]]))
     assert [example.task for example in read_corpus(path, 100)] == ["A", "P", "A"]
     assert len(read_corpus(path, 3)) == 1
     path.write_bytes(b"\xff\xfe")

@@ -14,26 +14,31 @@ from mini.config import UsageError
 from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
-LINES = [*islice(self_play(random.Random(0)), 3000), *shipped_lines()]
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """Of both tasks."""
+    return [*islice(self_play(random.Random(0)), 1000), *shipped_lines()]
 
 
 def test_no_token_stands_in_the_vocabulary_twice() -> None:
     assert len(set(VOCABULARY)) == len(VOCABULARY)
 
 
-def test_chess_tokens_round_trip() -> None:
+def test_chess_tokens_round_trip(lines: list[str]) -> None:
     tokens = ChessTokens()
-    for line in LINES:
+    for line in lines:
         example = parse_line(line)
         assert example is not None
         for text in (example.prompt, " ".join(example.answer.split())):
             assert tokens.decode(tokens.encode(text)) == text
 
 
-def test_chess_tokens_have_slots() -> None:
+def test_chess_tokens_have_slots(lines: list[str]) -> None:
     """Every prompt and answer of a kind has the same length, and a square always the same place."""
     tokens, lengths = ChessTokens(), set[tuple[str, int, int]]()
-    for line in LINES:
+    for line in lines:
         example = parse_line(line)
         assert example is not None
         lengths.add((example.task, len(tokens.encode(example.prompt)), len(tokens.encode(example.answer))))
@@ -73,13 +78,13 @@ def test_any_tokens_have_a_text() -> None:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vocabulary(lines: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Byte pairs of chess lines in the form of GPT-2's files, made by another library."""
     from tokenizers import ByteLevelBPETokenizer
 
     folder = tmp_path_factory.mktemp("vocabulary")
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(LINES, vocab_size=400, show_progress=False)
+    trained.train_from_iterator(lines, vocab_size=400, show_progress=False)
     trained.save_model(str(folder))
     # In GPT-2's files ids are in the order of its merges, behind its own order of the 256 bytes, and END is the last.
     merges = (folder / "merges.txt").read_text()
@@ -91,21 +96,21 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_byte_pairs_equal_those_of_another_library(vocabulary: Path) -> None:
+def test_byte_pairs_equal_those_of_another_library(vocabulary: Path, lines: list[str]) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     theirs = ByteLevelBPETokenizer(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt"))
     ours = BpeTokens(vocabulary)
-    for text in [*LINES[::50], "Les cinq échecs, d'un coup ! 它们 \n\n  x", "it's   we'll"]:
+    for text in [*lines[::50], "Les cinq échecs, d'un coup ! 它们 \n\n  x", "it's   we'll"]:
         assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode(END) == [ours.end] == [ours.size - 1]
 
 
-def test_prompt_and_answer_apart_are_the_line_together(vocabulary: Path) -> None:
+def test_prompt_and_answer_apart_are_the_line_together(vocabulary: Path, lines: list[str]) -> None:
     """What was trained on whole lines must meet the same tokens when it only gets the prompt."""
     tokens = BpeTokens(vocabulary)
-    for line in LINES[::50]:
+    for line in lines[::50]:
         example = parse_line(line)
         assert example is not None
         blank = " " if example.task == "P" else ""
@@ -113,10 +118,10 @@ def test_prompt_and_answer_apart_are_the_line_together(vocabulary: Path) -> None
         assert tokens.encode(example.prompt) + tokens.encode(blank + example.answer) == whole
 
 
-def test_either_pair_of_names_will_do(vocabulary: Path, tmp_path: Path) -> None:
+def test_either_pair_of_names_will_do(vocabulary: Path, lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "vocab.bpe").write_bytes((vocabulary / "merges.txt").read_bytes())
     (tmp_path / "encoder.json").write_bytes((vocabulary / "vocab.json").read_bytes())
-    assert BpeTokens(tmp_path).encode(LINES[0]) == BpeTokens(vocabulary).encode(LINES[0])
+    assert BpeTokens(tmp_path).encode(lines[0]) == BpeTokens(vocabulary).encode(lines[0])
 
 
 def test_ids_and_bytes_that_are_no_text(vocabulary: Path) -> None:
