@@ -2254,7 +2254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:  # see _Worker
+    if sys.argv[1:2] == ["worker"] and len(sys.argv) == 4:  # see _Worker
         worker_main(int(sys.argv[2]), sys.argv[3] == "1")
     else:
         sys.exit(main())
