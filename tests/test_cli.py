@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
     said = capsys.readouterr().out
     assert "--target" in said
     assert "2048" in said
+
+
+def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others stand below, under headings, each with what it is for."""
+    with pytest.raises(SystemExit):
+        program.main(["train", "--help"])
+    _, common, *others = re.split(r"╭─ \w+ options ─", capsys.readouterr().out)
+    assert len(re.findall(r"^│ --\w", common, re.MULTILINE)) == 10
+    assert {"--model", "--steps", "--resume"} <= set(re.findall(r"--\w+", common))
+    assert sum(len(re.findall(r"^│ --\w", other, re.MULTILINE)) for other in others) > 30
 
 
 @pytest.mark.parametrize(
