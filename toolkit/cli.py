@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import inspect
 import io
 import json
 import sys
@@ -67,8 +68,8 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
     try:
         with contextlib.redirect_stderr(complaint):
             parsed: Any = tyro.cli(
-                grouped(kind, default) if groups else kind, args=list(argv), prog=prog, description=kind.__doc__,
-                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.OmitArgPrefixes),
+                grouped(kind, default) if groups else kind, args=list(argv), prog=prog,
+                description=inspect.getdoc(kind), config=(tyro.conf.PositionalRequiredArgs, tyro.conf.OmitArgPrefixes),
             )  # fmt: skip
     except SystemExit as stop:
         if stop.code in (0, None):
