@@ -25,6 +25,7 @@ from rich.console import Console
 
 import gpt_2048_rl as program
 from toolkit.runs import read_run
+from toolkit.watch import board_picture
 
 warnings.filterwarnings("ignore", "IProgress")  # without widgets, progress bars are text
 
@@ -36,7 +37,7 @@ warnings.filterwarnings("ignore", "IProgress")  # without widgets, progress bars
 game = program.GameBoard(6, seed=3)
 for turn in range(200):
     game.move(turn % 4)
-program.board_picture([tile for row in game.board() for tile in row], cell=48)
+board_picture([tile for row in game.board() for tile in row], cell=48)
 
 # %% [markdown]
 # ## Strategies and their rewards
@@ -121,7 +122,7 @@ for number in (min(run.steps), max(run.steps)):
 
 # %%
 display(Markdown(f"```python\n{run.best}\n```"))
-program.board_picture(run.game["end"], cell=48)
+board_picture(run.game["end"], cell=48)
 
 # %% [markdown]
 # `report.html` in the run's folder has more, and a board that replays this game move by move.
