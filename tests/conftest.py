@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 import gpt_2048_rl as program
 from tests import preloaded
-from tests.helpers import ROOT
 from toolkit import machine, tiny
 
 # The short run: on a small board, where good programs soon come to an end.
@@ -26,19 +27,41 @@ NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-s
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
 
+# Their imports of transformers and peft take as long as their tests: one process has them all.
+LIBRARIES = ("mini/test_weights.py", "mini/test_generate.py", "test_benchmarks.py", "test_machine.py", "test_export.py")
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
-FIRST = ("test_gpu.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", "test_hostile.py",
-         "test_resilience.py", "test_report.py", "test_export.py", "test_cluster.py", "test_ranks.py")  # fmt: skip
+FIRST = ("test_gpu.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", *LIBRARIES, "test_hostile.py",
+         "test_report.py", "test_resilience.py")  # fmt: skip
+
+ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
+
+
+def file_of(nodeid: str) -> str:
+    """A test's file, below the tests' folder."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files in order.  What needs a browser is optional."""
-    order = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    order = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(file_of(item.nodeid), len(order)))
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.optional)
+
+
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Of a file, and of LIBRARIES, all tests go to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = file_of(nodeid)
+        return "libraries" if file in LIBRARIES else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 import gpt_2048_rl as program
 
 ROOT = Path(program.__file__).resolve().parent
 HONEST = 'import random\ndef strategy(board):\n    return random.choice("éuai")\n'
 ORDINARY = "os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)"
-ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 FOR_EVER = "def strategy(board):\n    while True:\n        pass\n"
 
 

@@ -18,7 +18,8 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.battery import BATTERY, GROUPS, PROTOCOL, job
-from tests.helpers import AS_ROOT, HONEST, ON_X86, ORDINARY, alive, descendants, run_python, wait_until, without_seconds
+from tests.conftest import AS_ROOT, ON_X86
+from tests.helpers import HONEST, ORDINARY, alive, descendants, run_python, wait_until, without_seconds
 
 
 @dataclass(frozen=True)

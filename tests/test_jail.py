@@ -20,18 +20,8 @@ import pytest
 import gpt_2048_rl as program
 from gpt_2048_rl import GameResult, Job, Pool, execute_strategies, seccomp_filter
 from tests import helpers
-from tests.helpers import (
-    AS_ROOT,
-    FOR_EVER,
-    HONEST,
-    ON_X86,
-    ORDINARY,
-    alive,
-    descendants,
-    run_python,
-    wait_until,
-    without_seconds,
-)
+from tests.conftest import AS_ROOT, ON_X86
+from tests.helpers import FOR_EVER, HONEST, ORDINARY, alive, descendants, run_python, wait_until, without_seconds
 
 MACHINE = os.uname().machine
 MAPPING = (0, 4096, 3, 0x20, 0, 0)  # arguments that no condition forbids
