@@ -105,6 +105,7 @@ WORKER = """
 import os, unicodedata
 import gpt_2048_rl as program
 from tests import helpers
+for name in program.ALLOWED_MODULES: __import__(name)  # an ordinary user may not read this Python's library
 {prepare}
 program.worker_main(0, True)
 """
