@@ -34,7 +34,6 @@ import dataclasses
 import errno
 import gc
 import hashlib
-import importlib.util
 import io
 import json
 import math
@@ -42,7 +41,6 @@ import os
 import random
 import re
 import resource
-import secrets
 import select
 import signal
 import socket
@@ -52,7 +50,6 @@ import symtable
 import sys
 import textwrap
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +62,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 try:
     from toolkit import UsageError
-    from toolkit.ranks import RANK, RANKS, SHARDED
+    from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
+    from toolkit.runs import AtomicCheckpoints, board_key
 
     ALONE = False
 except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none
@@ -73,6 +71,14 @@ except ImportError:  # a copy of this file without its toolkit/, or a referee's 
 
     class UsageError(Exception):  # type: ignore[no-redef]
         """What was wrong and what to do, in one line; the program exits with code 2."""
+
+    class AtomicCheckpoints:  # type: ignore[no-redef]
+        """Without the toolkit, there is nothing to resume from."""
+
+    @cache
+    def board_key() -> str:
+        """Without the toolkit, boards are new in every run."""
+        return os.urandom(16).hex()
 
 
 if TYPE_CHECKING:
@@ -84,7 +90,7 @@ if TYPE_CHECKING:
     from toolkit.watch import Progress
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Keys
+# Game
 
 DIRECTIONS = ("up", "down", "left", "right")
 LAYOUTS = MappingProxyType({"bepo": "éuai", "wasd": "wsad", "zqsd": "zsqd", "arrows": "↑↓←→"})  # in DIRECTIONS' order
@@ -104,26 +110,18 @@ def key_table(layout: str = "bepo") -> Mapping[str, int]:
 
 
 def direction_of(key: object, table: Mapping[str, int]) -> int | None:
-    """The direction of a key, or None.  Case and surrounding blanks do not matter.
-
-    The unbound methods read the real characters of a str subclass, whatever it overrides.  `type` is asked, because
-    isinstance believes an object's `__class__`.
-    """
+    """The direction of a key, or None.  Case and surrounding blanks do not matter.  The unbound methods read the real
+    characters of a str subclass, whatever it overrides.  `type` is asked, because isinstance believes an object's
+    `__class__`."""
     return table.get(str.lower(str.strip(key))) if issubclass(type(key), str) else None  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Game
-
-
-def check_game(size: int, target: int, probability_fours: float = 0.10) -> None:
+def check_game(size: int, target: int) -> None:
     """Raise ValueError, in one line, for an argument that no game can have."""
     if type(size) is not int or not 2 <= size <= 16:
         raise ValueError(f"size must be a whole number from 2 to 16, not {size!r}")
     if type(target) is not int or not 2 <= target <= 1 << 64 or target & (target - 1):
         raise ValueError(f"target must be a power of two from 2 to 2**64, not {target!r}")
-    if not isinstance(probability_fours, (int, float)) or not 0.0 <= probability_fours <= 1.0:
-        raise ValueError(f"probability_fours must lie in [0, 1], not {probability_fours!r}")
 
 
 class _LineMemo(dict[bytes, tuple[bytes, int]]):
@@ -158,21 +156,18 @@ class GameBoard:
     """One game of 2048: a flat row-major `bytes` of exponents (0 is an empty cell, 11 the tile 2048).
 
     The random stream is the public reference's, so games can be compared move by move: `random.Random(seed)`; a spawn
-    is a `choice` over the empty cells in row-major order, then a 4 if `random() < probability_fours`, else a 2; two
-    spawns at the start; a move that changes nothing spawns nothing.
+    is a `choice` over the empty cells in row-major order, then a 4 if `random() < 0.1`, else a 2; two spawns at the
+    start; a move that changes nothing spawns nothing.
 
     `spawned` is the cell of the newest tile.  Raises ValueError that names an argument out of range.
     """
 
-    __slots__ = ("_bits", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state",
-                 "probability_fours", "size", "spawned", "target")  # fmt: skip
+    __slots__ = ("_bits", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state", "size",
+                 "spawned", "target")  # fmt: skip
 
-    def __init__(
-        self, size: int = 6, seed: int = 0, target: int = 2048, probability_fours: float = 0.10, keys: str = "bepo"
-    ) -> None:
-        check_game(size, target, probability_fours)
-        self.size, self.target, self.probability_fours = size, target, probability_fours
-        self._keys = key_table(keys)
+    def __init__(self, size: int = 6, seed: int = 0, target: int = 2048, keys: str = "bepo") -> None:
+        check_game(size, target)
+        self.size, self.target, self._keys = size, target, key_table(keys)
         rng = random.Random(seed)
         self._random, self._bits = rng.random, rng.getrandbits
         self._rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))  # every row in one C call
@@ -230,9 +225,7 @@ class GameBoard:
         self._score += gain
         if (gain >= self.target or self.target <= 4) and max(self._flat) >= self._exponent:
             self._state = "success"
-        elif not empty and not any(
-            _TOWARDS_START(line)[1] for line in self._rows(self._flat) + self._columns(self._flat)
-        ):
+        elif not empty and not any(_TOWARDS_START(i)[1] for i in self._rows(self._flat) + self._columns(self._flat)):
             self._state = "failed"
         return True
 
@@ -245,7 +238,7 @@ class GameBoard:
         while nth >= empty:  # the draws of Random.choice over the empty cells, in a third of its time
             nth = self._bits(bits)
         self.spawned = cell = len(flat) - 1 - len(flat.split(b"\0", nth + 1)[-1])
-        tile = b"\2" if self._random() < self.probability_fours else b"\1"
+        tile = b"\2" if self._random() < 0.1 else b"\1"
         self._flat = flat[:cell] + tile + flat[cell + 1 :]
         return empty - 1
 
@@ -315,12 +308,10 @@ _NEXT_TURN = re.compile(r"<\|(?:return|end|call)\|>\s*<\|start\|>")
 
 
 def final_channel(text: str, reasons: bool = False) -> str | None:
-    """The final channel of a harmony answer (gpt-oss), with or without special tokens; other text unchanged.
-
-    None where the text ends before the final channel begins: an analysis does not count.  Without special tokens only
-    the first word shows an analysis.  Prose can begin with that word too, so text has to follow it at once, unless the
-    model `reasons` before it answers.
-    """
+    """The final channel of a harmony answer (gpt-oss), with or without special tokens; other text unchanged.  None
+    where the text ends before the final channel begins: an analysis does not count.  Without special tokens only the
+    first word shows an analysis.  Prose can begin with that word too, so text has to follow it at once, unless the
+    model `reasons` before it answers."""
     if text.lstrip().startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
         final = _FINAL_CHANNEL.search(text)
         return _NEXT_TURN.split(text[final.end() :], maxsplit=1)[0] if final else None
@@ -343,9 +334,7 @@ def parse(source: str) -> ast.Module | None:
 
 def _globals_of(source: str) -> tuple[set[str], set[str]]:
     """The names that functions and classes of a program read as globals; and the names that it reads but never binds.
-
-    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line.
-    """
+    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line."""
     try:
         module = symtable.symtable(source, "<strategy>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -436,24 +425,18 @@ def _find_program(lines: list[str]) -> str | None:
             code = "\n".join(lines[start + 1 : end])
             if program := _program(code) or _program(textwrap.dedent(code)):
                 return program
-    outside: list[str] = []
-    inside = False
+    outside, inside = list[str](), False
     for line in lines:
-        if inside:
-            inside = not _FENCE_CLOSES.match(line)
-        elif opening := _FENCE_OPENS.match(line):
-            outside.append(opening[1])
-            inside = True
-        else:
-            outside.append(line)
+        opening = None if inside else _FENCE_OPENS.match(line)
+        if not inside:
+            outside.append(opening[1] if opening else line)
+        inside = bool(opening) or (inside and not _FENCE_CLOSES.match(line))
     return _unfenced_program(outside)
 
 
 def extract_function(text: str, reasons: bool = False) -> str | None:
-    """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.
-
-    Prose, examples of use and truncated code are left out.  `reasons` as in final_channel.
-    """
+    """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.  Prose, examples of
+    use and truncated code are left out.  `reasons` as in final_channel."""
     answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"), reasons)
     if answer is None or len(answer) > 8 * LIMITS.source_bytes:
         return None
@@ -463,10 +446,8 @@ def extract_function(text: str, reasons: bool = False) -> str | None:
 
 
 def visible_program(source: str) -> str | None:
-    """The same program without control characters; if it has any, it is unparsed from its syntax tree.
-
-    None where that fails.  So what is shown, logged and saved is exactly what was played.
-    """
+    """The same program without control characters; if it has any, it is unparsed from its syntax tree.  None where that
+    fails.  So what is shown, logged and saved is exactly what was played."""
 
     def is_visible(text: str) -> bool:
         return all(character.isprintable() or character in "\n\t" for character in text)
@@ -488,17 +469,13 @@ _WAYS_OUT = frozenset(f"__{name}__" for name in (
 
 
 def find_cheating(source: str) -> str:
-    """Why a source counts as cheating, or "".  It shapes a reward and protects nothing: that is the jail's job.
-
-    Raises nothing.  Source that does not parse is not cheating.
-    """
+    """Why a source counts as cheating, or "".  It shapes a reward and protects nothing: that is the jail's job.  Raises
+    nothing.  Source that does not parse is not cheating."""
     tree = parse(source)
     nodes = list(ast.walk(tree)) if tree else []  # iterative, so long code cannot exhaust the stack
     for node in nodes:
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
             modules = ["." * node.level + (node.module or "")]
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
@@ -556,11 +533,8 @@ class Job:
             raise ValueError("seeds must be whole numbers")
 
     def cpu_seconds(self, moves: int) -> float:
-        """CPU time that one game may have used after so many moves.
-
-        Games grow with the target.  A game to a target takes about half as many moves as the target's number; time is
-        granted for twice that.
-        """
+        """CPU time that one game may have used after so many moves.  Games grow with the target.  A game to a target
+        takes about half as many moves as the target's number; time is granted for twice that."""
         return self.timeout * max(1.0, min(moves, self.target, LIMITS.paid_moves) / 1000)
 
     def wall_seconds(self) -> float:
@@ -609,10 +583,8 @@ CONDITIONS = {
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.
-
-    Allows SYSTEM_CALLS under their CONDITIONS.  Other calls fail with EPERM; a foreign ABI kills the process.
-    """
+    """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.  Allows
+    SYSTEM_CALLS under their CONDITIONS.  Other calls fail with EPERM; a foreign ABI kills the process."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
@@ -635,11 +607,9 @@ def die_with(parent: int) -> None:
 
 
 class Jail:
-    """An irreversible jail for the calling process: another user, no capabilities, no new privileges, seccomp.
-
-    Created in the zygote, where files can still be read; entered in each player.  Linux on x86-64 and aarch64.
-    Raises JailError where this machine has no filter for it.
-    """
+    """An irreversible jail for the calling process: another user, no capabilities, no new privileges, seccomp.  Created
+    in the zygote, where files can still be read; entered in each player.  Linux on x86-64 and aarch64.  Raises
+    JailError where this machine has no filter for it."""
 
     def __init__(self) -> None:
         machine = os.uname().machine
@@ -656,11 +626,6 @@ class Jail:
         if self._libc.prctl(option, *map(ctypes.c_ulong, (value, pointer, 0, 0))):
             raise JailError(f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
-    def _drop_capabilities(self) -> None:
-        header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)  # linux/capability.h, version 3
-        if self._capset(header, none):
-            raise JailError(f"capset: {os.strerror(ctypes.get_errno())}")
-
     def enter(self, parent: int) -> None:
         """Lock the calling process in, and prove it."""
         if os.geteuid() == 0:
@@ -669,7 +634,8 @@ class Jail:
                             partial(os.setresuid, *[nobody] * 3)):  # fmt: skip
                 with contextlib.suppress(OSError):  # each by itself: a user namespace can refuse one, or have no nobody
                     give_up()
-        self._drop_capabilities()  # uid 0, where the process has to keep it, is then worth no more than any other
+        if self._capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):  # linux/capability.h, version 3: none at all
+            raise JailError(f"capset: {os.strerror(ctypes.get_errno())}")
         self._prctl(4, 0)  # PR_SET_DUMPABLE
         die_with(parent)  # again, because a change of user clears it
         self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
@@ -695,13 +661,10 @@ def limit_resources(cpu_seconds: int) -> None:
 
 
 class _NoStream(io.TextIOBase):
-    """Standard streams of a player: printing goes nowhere, input is at its end."""
+    """Standard streams of a player: printing goes nowhere, and reading raises OSError."""
 
     def write(self, text: str) -> int:
         return len(text)
-
-    def readline(self, size: int = -1) -> str:  # type: ignore[override]
-        return ""
 
 
 def _fix_random(seed: int) -> None:
@@ -754,14 +717,11 @@ def _load(source: bytes) -> tuple[bytes, Callable[[object], object] | None]:
 
 _TOKEN_BYTES = 4
 _NOT_A_KEY, _RAISED = 254, 255
-_NUMBERS = tuple(bytes((i,)) for i in range(256))
 
 
 def _answer(strategy: Callable[[object], object], size: int, keys: str, channel: int) -> None:
-    """Answer each message (a token, then the exponents of a board) with the token and a direction, until the end.
-
-    A note follows a number that is no direction.
-    """
+    """Answer each message (a token, then the exponents of a board) with the token and a direction, until the end.  A
+    note follows a number that is no direction."""
     table, tile = key_table(keys), _TILES.__getitem__
     rows = itemgetter(*(slice(start, start + size) for start in range(0, size * size, size)))
     read, write = os.read, os.write
@@ -769,14 +729,12 @@ def _answer(strategy: Callable[[object], object], size: int, keys: str, channel:
         note = b""
         try:
             key = strategy(list(rows(list(map(tile, message[_TOKEN_BYTES:])))))  # fresh lists at every call
-            direction = table.get(key) if type(key) is str else None
-            if direction is None:
-                direction = direction_of(key, table)
+            direction = direction_of(key, table)
             if direction is None:
                 direction, note = _NOT_A_KEY, _describe(key)
         except BaseException as error:
             direction, note = _RAISED, _describe(error)
-        write(channel, message[:_TOKEN_BYTES] + _NUMBERS[direction] + note)
+        write(channel, message[:_TOKEN_BYTES] + bytes((direction,)) + note)
 
 
 def _player(jail: Jail | None, channel: int, parent: int) -> None:
@@ -835,12 +793,12 @@ def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
 _PROCESS = "the player's process"
 
 
+@dataclass
 class GameOver(Exception):
     """A game has ended or has to end: its outcome, and why."""
 
-    def __init__(self, outcome: str, detail: str = "") -> None:
-        super().__init__(outcome, detail)
-        self.outcome, self.detail = outcome, detail
+    outcome: str
+    detail: str = ""
 
 
 def printable(text: str) -> str:
@@ -849,10 +807,8 @@ def printable(text: str) -> str:
 
 
 class _PlayerProcess:
-    """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.
-
-    Its methods raise GameOver when the player breaks a limit or the protocol, or has died.
-    """
+    """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.  Its methods
+    raise GameOver when the player breaks a limit or the protocol, or has died."""
 
     def __init__(self, zygote: socket.socket, job: Job, random_seed: int, source: bytes) -> None:
         self._job = job
@@ -963,12 +919,6 @@ class _PlayerProcess:
         return seconds
 
 
-def _random_seed(game: GameBoard) -> int:
-    """A seed for the strategy's own `random`, from the first board, which it may see.  A number that followed from the
-    game's seed would tell that seed to a strategy that tries all small ones."""
-    return int.from_bytes(hashlib.sha256(b"player" + game.flat()).digest()[:8])
-
-
 class Referee:
     """Plays one game at a time.  Raises JailError where no player can be jailed."""
 
@@ -1010,7 +960,10 @@ class Referee:
     def _play(self, source: bytes, job: Job, seed: int) -> tuple[str, GameResult]:
         """Load the strategy in a player of its own and, if the job has boards, play one of them."""
         game, claim, idle = GameBoard(job.size, seed, job.target), "fail", 0
-        player = _PlayerProcess(self._zygote, job, _random_seed(game), source)
+        # The strategy's own random numbers follow from the first board, which it may see.  If they followed from the
+        # game's seed, a strategy that tries all small seeds could find it.
+        random_seed = int.from_bytes(hashlib.sha256(b"player" + game.flat()).digest()[:8])
+        player = _PlayerProcess(self._zygote, job, random_seed, source)
         try:
             claim, reason = player.load()
             if claim != "load":
@@ -1075,7 +1028,6 @@ def worker_main(core: int, jailed: bool) -> None:
 
     signal.signal(signal.SIGALRM, leave_with_trainer)
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
-    warnings.simplefilter("ignore")
     with contextlib.suppress(OSError):  # referee and player strictly alternate, so one core serves both best
         os.sched_setaffinity(0, {core})
     try:
@@ -1108,8 +1060,8 @@ class _Worker:
 
         # This file by its path: a copy works under any name.  Not -I, which would ignore PYTHONHASHSEED: the order of
         # sets must not change a reward.
-        self._command = [sys.executable, "-P", "-s", "-S", str(Path(__file__).resolve()), "worker", str(core),
-                         str(int(jailed))]  # fmt: skip
+        self._command = [sys.executable, "-P", "-s", "-S", "-W", "ignore", str(Path(__file__).resolve()), "worker",
+                         str(core), str(int(jailed))]  # fmt: skip
         self._turn, self._closed = threading.Lock(), False
         self._start()
 
@@ -1142,11 +1094,9 @@ class _Worker:
         return None
 
     def judge(self, job: Job) -> Verdict:
-        """The verdict on one job; "error" when the worker died over it.
-
-        A worker that dies before it begins did not die over the job, which is then given to the next worker.  If none
-        starts, it is tried again for a minute, because memory may be short; then raises as check().
-        """
+        """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
+        die over the job, which is then given to the next worker.  If none starts, it is tried again for a minute,
+        because memory may be short; then raises as check()."""
         line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
         failure, begun = JailError("workers die at once"), False
         with self._turn:
@@ -1192,18 +1142,14 @@ class _Worker:
 
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
-    """Referee workers, by default one per core of this process's rank.
-
-    Safe to use from several threads.  A context manager; close() leaves no process behind.  Raises JailError where the
-    jail does not hold, unless not `jailed`.
-    """
+    """Referee workers, by default one per core of this process's rank.  Safe to use from several threads.  A context
+    manager; close() leaves no process behind.  Raises JailError where the jail does not hold, unless not `jailed`."""
 
     def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
         cores = sorted(os.sched_getaffinity(0))
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = cores[rank::ranks] or [cores[rank % len(cores)]]  # torchrun's processes share the machine's cores
         self.jailed, self.closed = jailed, False
-        self._owed: list[float] = []  # per call under way: seconds for its jobs, if one worker did them one by one
         self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
         try:
             for worker in self._workers:
@@ -1227,24 +1173,18 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     except BaseException as error:
                         errors.append(error)
 
-        self._owed.append(owed := sum(job.wall_seconds() + 2 * LIMITS.start_seconds for job in todo))
-        deadline = time.monotonic() + sum(self._owed)
         # Daemon threads, not an executor: that would play its whole queue before Python may exit.
         threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in self._workers]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join()  # each wait of a worker's has a limit
             if errors:
                 raise errors[0]
-            if len(verdicts) < len(set(jobs)):
-                raise JailError("the referees gave no verdict for far longer than any game may take")
         except BaseException:  # with Ctrl-C, nobody waits for the games under way
             self.close()
             raise
-        finally:
-            self._owed.remove(owed)
         return [verdicts[job] for job in jobs]
 
     def close(self) -> None:
@@ -1276,10 +1216,8 @@ def execute_strategies(
     sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048, keys: str = "bepo",
     timeout: float = 5.0, record: bool = False, pool: Pool | None = None,
 ) -> list[list[GameResult]]:  # fmt: skip
-    """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.
-
-    Never raises for what a strategy does; ValueError for a game that cannot be.  `timeout` as in Job.
-    """
+    """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.  Never
+    raises for what a strategy does; ValueError for a game that cannot be.  `timeout` as in Job."""
     parts = [tuple(seeds[i : i + 4]) for i in range(0, len(seeds), 4)]  # small parts keep all workers busy to the end
     jobs = [Job(source, part, size, target, keys, timeout, record=record) for source in sources for part in parts]
     verdicts = iter((pool or shared_pool()).judge(jobs))
@@ -1297,9 +1235,7 @@ CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
 
 
-@lru_cache(maxsize=2)
-def _judge_batch(jobs: tuple[Job, ...]) -> list[Verdict]:
-    return shared_pool().judge(jobs)
+_judge_batch = lru_cache(maxsize=2)(lambda jobs: shared_pool().judge(jobs))
 
 
 def completion_text(completion: Any) -> str:
@@ -1308,11 +1244,9 @@ def completion_text(completion: Any) -> str:
 
 
 def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
-    """The verdict on each completion.  A batch is judged once, whichever reward function asks first.
-
-    The game comes from the dataset's columns, one entry per completion: `seeds` (the boards), `size`, `target`, `keys`,
-    `timeout`, `reasons`.
-    """
+    """The verdict on each completion.  A batch is judged once, whichever reward function asks first.  The game comes
+    from the dataset's columns, one entry per completion: `seeds` (the boards), `size`, `target`, `keys`, `timeout`,
+    `reasons`."""
     rows = [{name: kwargs[name][i] for name in kwargs.keys() & {"size", "target", "keys", "timeout", "reasons"}}
             for i in range(len(completions))]  # fmt: skip
     boards = map(tuple, kwargs.get("seeds", [BOARDS] * len(completions)))
@@ -1333,11 +1267,9 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
-    """The reward of one game; `flat` is the published scheme, in which every loser gets the same.
-
-    A game that the program breaks off (STOPPED) is graded too, always below a lost game with the same tile: from -1 or
-    -3 without a tile above 4 up to the reward of losing at the target.
-    """
+    """The reward of one game; `flat` is the published scheme, in which every loser gets the same.  A game that the
+    program breaks off (STOPPED) is graded too, always below a lost game with the same tile: from -1 or -3 without a
+    tile above 4 up to the reward of losing at the target."""
     reached, wanted = math.log2(result.max_tile), math.log2(target)
     most = LOST + LOST_PROGRESS
     match result.outcome:
@@ -1371,13 +1303,8 @@ REWARDS = (function_works, no_cheating, strategy_succeeds)
 
 
 def ends_in_time(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """TRL reward of the stable recipe: -1 for an answer cut off at the length limit.
-
-    Without it, text after a finished program costs nothing.  `completion_ids` are the completions' tokens,
-    `max_new_tokens` the limit of each.
-    """
-    if "completion_ids" not in kwargs:
-        return [0.0] * len(completions)
+    """TRL reward of the stable recipe: -1 for an answer cut off at the length limit.  Without it, text after a finished
+    program costs nothing.  `completion_ids` are the completions' tokens, `max_new_tokens` the limit of each."""
     lengths = zip(kwargs["completion_ids"], kwargs["max_new_tokens"], strict=True)
     return [CUT_OFF if len(ids) >= limit else 0.0 for ids, limit in lengths]
 
@@ -1389,20 +1316,14 @@ def flat_groups(totals: Sequence[float], group: int) -> list[bool]:
 
 class Curriculum:
     """The target tile in training: it doubles once more than `bar` of the games of the last `groups` groups are won.
-
     With bar 1 the target never changes.  The data loader asks for a step's groups during the step before, so a new
-    target holds from the step after the next.
-    """
+    target holds from the step after the next."""
 
     def __init__(self, target: int, bar: float = 0.9, groups: int = 8) -> None:
         self.bar = bar
+        self.target = target  # the last one
         self.since: list[tuple[int, int]] = [(0, target)]  # (first step of a target, target)
         self.recent: deque[float] = deque(maxlen=groups)  # shares of won games at the last target
-
-    @property
-    def target(self) -> int:
-        """The last target."""
-        return self.since[-1][1]
 
     def at(self, step: int) -> int:
         """The target of a step's groups; the first step is 0."""
@@ -1414,7 +1335,8 @@ class Curriculum:
             self.recent.append(won)
         solved = len(self.recent) == self.recent.maxlen and statistics.fmean(self.recent) > self.bar
         if solved and self.target < 1 << 63:
-            self.since.append((step + 2, 2 * self.target))
+            self.target *= 2
+            self.since.append((step + 2, self.target))
             self.recent.clear()
 
 
@@ -1577,26 +1499,27 @@ class PlayConfig(PlayOptions, GameOptions):
     """Play one strategy file."""
 
 
-def check_config(config: GameOptions) -> None:
+AnyConfig = TrainConfig | EvalConfig
+
+
+def check_config(config: Any) -> None:
     """Raise UsageError for options that do not go together."""
     try:
-        check_game(config.size, config.target)
+        if isinstance(config, GameOptions):
+            check_game(config.size, config.target)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     if isinstance(config, PlayConfig) and not config.seeds:
         raise UsageError("--seeds needs at least one number")
     if not isinstance(config, TrainConfig):
         return
-    if config.run_name != Path(config.run_name).name or config.run_name == "..":
-        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
-    if config.loader == "unsloth" and (config.vllm_server or SHARDED):
-        raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
-                         "Unsloth keeps the whole model in one process")  # fmt: skip
-    if config.vllm_server and not importlib.util.find_spec("vllm"):
-        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see the README")
-    if (together := config.batch_size * config.accumulation) % config.generations:
+    together = config.batch_size * config.accumulation
+    if together % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
                          f"({config.generations})")  # fmt: skip
+    if ALONE and (config.model in ("auto", "tiny") or config.loader != "unsloth" or config.vllm_server):
+        raise UsageError(f"--model {config.model} with --loader {config.loader} needs the folder toolkit/ beside this "
+                         "file: name a model's folder")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1621,14 +1544,12 @@ def open_channel(tokenizer: Any, reasoning: str) -> None:
 
 
 def template_arguments(reasoning: str) -> dict[str, Any]:
-    """Arguments of the chat template.  Templates ignore what they do not know.
-
-    The effort is always named, because gpt-oss's template would say "medium" otherwise.
-    """
+    """Arguments of the chat template.  Templates ignore what they do not know.  The effort is always named, because
+    gpt-oss's template would say "medium" otherwise."""
     return {"reasoning_effort": "low" if reasoning == "none" else reasoning, "enable_thinking": reasoning != "none"}
 
 
-def load_model(name: str, config: TrainConfig | EvalConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
+def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
     plain = isinstance(config, TrainConfig) and config.loader == "transformers"
     load: dict[str, Any] = {"load_in_4bit": config.load_in_4bit, "load_in_16bit": config.load_in_16bit}
@@ -1666,13 +1587,9 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     """LoRA on attention and experts; all other weights are frozen."""
     # Where experts are fused into one parameter (16 bits, and on a CPU), naming their projections adapts nothing.
     fused = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if re.search(r"experts\.\w+_proj$", name)}
-    numbers: dict[str, Any] = {
-        "r": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": 0.0,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "target_parameters": sorted(fused) or None,
-    }
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    numbers: dict[str, Any] = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0,
+                               "target_modules": modules, "target_parameters": sorted(fused) or None}  # fmt: skip
     import torch
 
     if config.loader == "transformers":
@@ -1687,9 +1604,7 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     )
 
 
-def sample_completions(
-    model: Any, tokenizer: Any, prompt: str, count: int, config: TrainConfig | EvalConfig
-) -> list[str]:
+def sample_completions(model: Any, tokenizer: Any, prompt: str, count: int, config: AnyConfig) -> list[str]:
     """`count` completions of one prompt, sampled at the config's temperature; special tokens stripped, as in TRL."""
     import torch
 
@@ -1713,84 +1628,52 @@ def sample_completions(
 # Evaluation
 
 TO_THE_END = 1 << 64  # a target that no board can reach
-_ALONE_KEY = secrets.token_hex(16)  # without the toolkit, boards are new in every run
 
 
 def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int, ...]:
-    """Seeds of boards, 63 bits each, from a hash of this machine's key: even for training, odd for evaluation.
-
-    The same parts give the same boards in every run on this machine.
-    """
-    if ALONE:
-        key = _ALONE_KEY
-    else:
-        from toolkit.runs import board_key
-
-        key = board_key()
-    digests = (hashlib.sha256(json.dumps([key, *parts, i]).encode()).digest()[:8] for i in range(count))
+    """Seeds of boards, 63 bits each, from a hash of this machine's key: even for training, odd for evaluation.  The
+    same parts give the same boards in every run on this machine."""
+    digests = (hashlib.sha256(json.dumps([board_key(), *parts, i]).encode()).digest()[:8] for i in range(count))
     return tuple(int.from_bytes(digest) >> 1 & ~1 | held_out for digest in digests)
 
 
-def board_names(config: TrainConfig | EvalConfig) -> list[str]:
-    """A name for each held-out board, by which runs are compared.  It tells nothing about the seed."""
-    seeds = board_seeds(config.games, held_out=True)
-    return [hashlib.sha256(f"{config.size} {seed}".encode()).hexdigest()[:12] for seed in seeds]
+class Evaluator:
+    """Plays programs and models to their end, on boards of this machine."""
 
+    def __init__(self, config: AnyConfig) -> None:
+        self.config, self.keys = config, LAYOUTS[config.keys]
+        self.held_out = board_seeds(config.games, held_out=True)
 
-def score_of(results: Sequence[GameResult], target: int) -> Score:
-    """Summary of one game per board.  A game counts as won when the target was made, however it ended later."""
-    from toolkit import runs
+    def boards(self, count: int, purpose: str) -> tuple[int, ...]:
+        """Seeds of other boards, for one purpose of this run."""
+        return board_seeds(count, self.config.seed, purpose)
 
-    return runs.score([result.max_tile for result in results], target)
+    def new_game(self, seed: int) -> GameBoard:
+        """A game that no tile ends."""
+        return GameBoard(self.config.size, seed, TO_THE_END)
 
+    def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False) -> list[list[GameResult]]:
+        """Every program's games on some boards."""
+        c = self.config
+        return execute_strategies(sources, seeds, c.size, TO_THE_END, c.keys, c.timeout, record)
 
-def evaluate_model(model: Any, tokenizer: Any, config: TrainConfig | EvalConfig) -> Score:
-    """Sample one program for each held-out board, in a wording that training never uses, and play it to its end.
+    def evaluate_model(self, model: Any, tokenizer: Any) -> Score:
+        """Sample one program for each held-out board, in a wording that training never uses, and play it.  The games
+        are independent, so Wilson's interval holds.  Rank 0 evaluates.  With FSDP all ranks sample together, because
+        each holds a shard of the model."""
+        from toolkit import runs
 
-    The games are independent, so Wilson's interval holds.  Rank 0 evaluates.  With FSDP all ranks sample together,
-    because each holds a shard of the model.
-    """
-    from toolkit.ranks import by_first_rank
+        c = self.config
+        prompt = build_prompt(c.size, c.target, c.keys, wording=-1)
+        sample = partial(sample_completions, model, tokenizer, prompt, c.games, c)
+        texts = sample() if SHARDED else by_first_rank(sample)
 
-    prompt = build_prompt(config.size, config.target, config.keys, wording=-1)
-    sample = partial(sample_completions, model, tokenizer, prompt, config.games, config)
-    texts = sample() if SHARDED else by_first_rank(sample)
+        def play_them() -> Score:
+            jobs = [Job(text, (seed,), c.size, TO_THE_END, c.keys, c.timeout, True, c.reasoning != "none")
+                    for text, seed in zip(texts, self.held_out, strict=True)]  # fmt: skip
+            return runs.score([verdict.results[0].max_tile for verdict in shared_pool().judge(jobs)], c.target)
 
-    def play_them() -> Score:
-        jobs = [
-            Job(text, (seed,), config.size, TO_THE_END, config.keys, config.timeout, True, config.reasoning != "none")
-            for text, seed in zip(texts, board_seeds(config.games, held_out=True), strict=True)
-        ]
-        return score_of([verdict.results[0] for verdict in shared_pool().judge(jobs)], config.target)
-
-    return by_first_rank(play_them)
-
-
-def play_out(
-    source: str, config: TrainConfig | EvalConfig, seeds: Sequence[int], record: bool = False
-) -> list[GameResult]:
-    """One strategy's games on some boards, played to the end."""
-    return execute_strategies([source], seeds, config.size, TO_THE_END, config.keys, config.timeout, record)[0]
-
-
-def evaluate_strategy(source: str, config: TrainConfig | EvalConfig) -> Score:
-    """One strategy on the held-out boards."""
-    return score_of(play_out(source, config, board_seeds(config.games, held_out=True)), config.target)
-
-
-def evaluate_controls(config: TrainConfig | EvalConfig) -> dict[str, Score]:
-    """Both controls on the held-out boards."""
-    from toolkit.programs import controls
-
-    return {name: evaluate_strategy(source, config) for name, source in controls(LAYOUTS[config.keys]).items()}
-
-
-def best_game(games: Sequence[GameResult], size: int) -> dict[str, Any]:
-    """The recorded game that got furthest, in a form that a page can show without the engine and without the seed."""
-    from toolkit import watch
-
-    best = max(games, key=lambda game: (game.max_tile, game.score))
-    return watch.recorded_game(GameBoard(size, best.seed, TO_THE_END), map(int, best.moves))
+        return by_first_rank(play_them)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1800,17 +1683,9 @@ def best_game(games: Sequence[GameResult], size: int) -> dict[str, Any]:
 def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]:
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
     prompt = build_prompt(config.size, target, config.keys, wording=group % config.wordings)
-    return {
-        "prompt": [{"role": "user", "content": prompt}],
-        "seeds": board_seeds(config.boards, config.seed, group),
-        "size": config.size,
-        "target": target,
-        "keys": config.keys,
-        "timeout": config.timeout,
-        "reasons": config.reasoning != "none",
-        "flat_reward": config.flat_reward,
-        "max_new_tokens": config.max_new_tokens,
-    }
+    same = {name: getattr(config, name) for name in ("size", "keys", "timeout", "flat_reward", "max_new_tokens")}
+    return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
+            "target": target, "reasons": config.reasoning != "none", **same}  # fmt: skip
 
 
 def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
@@ -1836,9 +1711,7 @@ class Rollouts:
 
     def record(self, completions: Sequence[Any], rewards: torch.Tensor, columns: Mapping[str, Sequence[Any]]) -> None:
         """Write down a step: this rank's completions, and the rewards of all ranks (completions, reward functions + 1).
-
-        The last column of `rewards` is their weighted sum.
-        """
+        The last column of `rewards` is their weighted sum."""
         from accelerate.utils import gather_object
 
         rows = [{"text": completion_text(completion), **dataclasses.asdict(verdict)}
@@ -1862,10 +1735,8 @@ class Rollouts:
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
     """A batch whose loss is that of the groups with spread alone; unchanged where there are none, or only such groups.
-
     A flat group has no gradient but counts in the loss's mean, over completions or over tokens.  So the advantages of
-    the other groups are scaled up.  `flat` are the groups of all ranks; a batch holds those of its own rank.
-    """
+    the other groups are scaled up.  `flat` are the groups of all ranks; a batch holds those of its own rank."""
     import torch
     from accelerate.utils import gather_object
 
@@ -1886,12 +1757,6 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    bases: tuple[type[Any], ...] = (GRPOTrainer,)
-    if not ALONE:
-        from toolkit.runs import AtomicCheckpoints
-
-        bases = (AtomicCheckpoints, GRPOTrainer)
-
     class SkipFlatSteps(TrainerCallback):  # type: ignore[misc]
         """No optimizer step without a gradient: momentum or an entropy bonus alone would move the weights at random."""
 
@@ -1899,7 +1764,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             if config.skip_flat_groups and config.beta == 0 and all(rollouts.flat):
                 optimizer.zero_grad()
 
-    class Trainer(*bases):  # type: ignore[misc]
+    class Trainer(AtomicCheckpoints, GRPOTrainer):  # type: ignore[misc]
         run_folder, keep_checkpoints = run, config.keep
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -1945,18 +1810,14 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
             "scale_rewards", "epsilon", "entropy_coef", "beta", "save_steps", "seed")  # fmt: skip
     arguments = GRPOConfig(
         **{name: getattr(config, name) for name in same},  # TRL's names
-        output_dir=str(run),
-        max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.accumulation,
-        num_generations=config.generations,
-        max_completion_length=config.max_new_tokens,
+        output_dir=str(run), max_steps=config.steps, logging_steps=1, report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=config.accumulation,
+        num_generations=config.generations, max_completion_length=config.max_new_tokens,
         chat_template_kwargs=template_arguments(config.reasoning),
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
-        optim="adamw_8bit" if gpu and not plain else "adamw_torch_fused",
+        optim="adamw_8bit" if gpu and not plain else "adamw_torch_fused", epsilon_high=config.epsilon,
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
-        epsilon_high=config.epsilon,
         **({"gradient_checkpointing": gpu} if plain else {}),  # Unsloth's loader has set it
         # Without this number, Unsloth splits a batch by the memory that is free at the moment.
         **({"unsloth_grpo_mini_batch": config.batch_size} if gpu and not plain else {}),
@@ -1964,36 +1825,16 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
-        logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=not gpu,
-        bf16=gpu,
-        dataloader_pin_memory=gpu,
-    )
+        use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu,
+    )  # fmt: skip
     make = trainer_class(rollouts, config, run)
     return make(model=model, processing_class=tokenizer, args=arguments, train_dataset=rows,
                 reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
 
 
-def random_moves_win(config: TrainConfig, target: int) -> float:
-    """Share of 16 boards of their own on which random legal moves make the target."""
-    from toolkit.programs import controls
-
-    games = play_out(controls(LAYOUTS[config.keys])["random"], config, board_seeds(16, config.seed, "random moves"))
-    return statistics.fmean(game.max_tile >= target for game in games)
-
-
-def finished_game(config: TrainConfig, source: str) -> dict[str, Any]:
-    """A strategy's game on a board of its own, in the form for a page."""
-    return best_game(play_out(source, config, board_seeds(1, config.seed, "picture"), record=True), config.size)
-
-
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
-    """Train, from the newest checkpoint if there is one, and leave the adapter in the run's folder.
-
-    Returns what was observed; without the toolkit there is nothing to resume and to observe, so None.
-    """
+    """Train, from the newest checkpoint if there is one, and leave the adapter in the run's folder.  Returns what was
+    observed; without the toolkit there is nothing to resume and to observe, so None."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     curriculum = Curriculum(config.target, bar, config.curriculum_groups)
     rollouts = Rollouts(run / "rollouts.jsonl", config, curriculum)
@@ -2004,12 +1845,9 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
     else:
         from toolkit import ranks, watch
 
-        progress = watch.Progress(
-            trainer, rollouts, config, run, console,
-            evaluate=lambda: evaluate_model(trainer.model, tokenizer, config),  # it can wrap the model
-            random_won=cache(partial(random_moves_win, config)),
-            finished_game=partial(finished_game, config),
-        )  # fmt: skip
+        evaluator = Evaluator(config)
+        progress = watch.Progress(trainer, rollouts, evaluator, run, console,
+                                  lambda: evaluator.evaluate_model(trainer.model, tokenizer))  # fmt: skip
         progress.train()
         weights = ranks.whole_weights(trainer)
     if RANK == 0:
@@ -2018,96 +1856,29 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
     return progress
 
 
-def keep_best(run: Path, config: TrainConfig, step: int) -> tuple[str, Score | None]:
-    """Choose a run's best program and leave it in the run's folder, with its best held-out game.
-
-    Of the programs with the largest tiles in training, it is the one with the highest score on four boards of its own.
-    Returns its source and its score on the held-out boards; "" and None where no program played.
-    """
-    from toolkit import runs, watch
-
-    sources = runs.finalists(run / "rollouts.jsonl", config.finalists)
-    if not sources:
-        return "", None
-    seeds = board_seeds(4, config.seed, "final")
-    played = execute_strategies(sources, seeds, config.size, TO_THE_END, config.keys, config.timeout)
-    scores = [sum(game.score for game in games) for games in played]
-    source = sources[scores.index(max(scores))]
-    games = play_out(source, config, board_seeds(config.games, held_out=True), record=True)
-    game = best_game(games, config.size)
-    runs.write_whole(run / "best_strategy.py", source + "\n")
-    runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
-    watch.show_best(run, step, source, game)
-    return source, score_of(games, config.target)
-
-
-def conclude(
-    progress: Progress, after: Score, config: TrainConfig, run: Path, started: float, say: Callable[[Any], None]
-) -> tuple[dict[str, Any], str]:
-    """Compare a run with the controls and write its result down.  Returns the result and the best program."""
-    from toolkit import report, runs
-
-    say("playing them with both controls")
-    controls = evaluate_controls(config)
-    say("choosing the best program of the run, and playing them with it")
-    source, best = keep_best(run, config, progress.steps)
-    result = {
-        "before": dataclasses.asdict(progress.before),
-        "after": dataclasses.asdict(after),
-        "controls": {name: dataclasses.asdict(score) for name, score in controls.items()},
-        "best": best and dataclasses.asdict(best),
-        "boards": board_names(config),
-        **progress.result(),
-        "run": str(run),
-        "ranks": RANKS,
-        "jailed": shared_pool().jailed,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    runs.write_result(run, result)
-    say(report.try_report(run))
-    return result, source
-
-
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import machine, report, runs, watch
-    from toolkit.ranks import by_first_rank, join_ranks
+    from toolkit import machine, results, runs
+    from toolkit.ranks import join_ranks
 
-    started, loud = time.monotonic(), console
-    if config.quiet:
-        console = type(console)(quiet=True)
-    say = partial(console.print, soft_wrap=True)
+    started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning)
     join_ranks(config, machine.prepare_environment)
-    shared_pool(jailed=not config.unsafe_no_jail)
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(runs.open_run, config))
-    model, tokenizer = load_model(config.model, config, say)
+    model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
     model = add_adapters(model, config)
     with runs.blaming_the_folder(run):
-        progress = learn(model, tokenizer, config, run, console)
+        progress = learn(model, tokenizer, config, run, view)
         assert progress  # not alone
-        if progress.interrupted:
-            say("choosing the best program so far (Ctrl-C skips this)")
-            by_first_rank(partial(keep_best, run, config, progress.steps))
-            say(by_first_rank(partial(report.try_report, run)))
-            say(f"stopped after step {progress.steps}; to resume: --run-name {run.name}")
-            return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
-        if progress.collapsed:
-            say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
-        say(f"playing {config.games} held-out boards with the trained model")
-        after = evaluate_model(model, tokenizer, config)
-        result, source = by_first_rank(partial(conclude, progress, after, config, run, started, say))
-    watch.show_scores(loud, result, config.target)
-    if source:
-        say(f"the best program ({run / 'best_strategy.py'}):\n\n{source}")
-    return result
+        evaluator = Evaluator(config)
+        after = partial(evaluator.evaluate_model, model, tokenizer)
+        return results.conclude(evaluator, progress, after, run, pool.jailed, started, console)
 
 
 def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Training without the toolkit: the algorithm, rollouts.jsonl and the adapter, and nothing else."""
     run = config.output_dir / (config.run_name or time.strftime("%Y%m%d-%H%M%S"))
-    if config.model in ("auto", "tiny"):
-        raise UsageError(f"--model {config.model} needs the folder toolkit/ beside this file: name a model's folder")
     run.mkdir(parents=True)
     shared_pool(jailed=not config.unsafe_no_jail)
     model, tokenizer = load_model(config.model, config, console.print)
@@ -2131,24 +1902,21 @@ def read_strategy(path: Path) -> str:
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
-    from toolkit import machine, watch
+    from toolkit import machine, programs, watch
 
     started = time.monotonic()
     source = read_strategy(Path(config.model)) if config.model.endswith(".py") else None
     config.model = machine.resolve_model(config.model)
-    if (Path(config.model) / "adapter").is_dir():  # a run's folder
-        config.model = str(Path(config.model) / "adapter")
     if source is None:
         machine.check_model(config.model, config.reasoning)
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
     if source is not None:
         if pool.judge([Job(source, ())])[0].works == "none":
             raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
-        score = evaluate_strategy(source, config)
+        score = programs.evaluate_program(evaluator, source)
     else:
-        model, tokenizer = load_model(config.model, config, partial(console.print, soft_wrap=True))
-        score = evaluate_model(model, tokenizer, config)
-    controls = {name: dataclasses.asdict(control) for name, control in evaluate_controls(config).items()}
+        score = evaluator.evaluate_model(*load_model(config.model, config, partial(console.print, soft_wrap=True)))
+    controls = {name: dataclasses.asdict(control) for name, control in programs.evaluate_controls(evaluator).items()}
     summary = {"model": config.model, **dataclasses.asdict(score), "controls": controls,
                "seconds": round(time.monotonic() - started, 1), "jailed": pool.jailed}  # fmt: skip
     watch.show_scores(console, summary, config.target)
@@ -2178,75 +1946,45 @@ def play(config: PlayConfig, console: Console) -> dict[str, Any]:
             "games": games, "jailed": pool.jailed}  # fmt: skip
 
 
-COMMANDS = ("train", "eval", "play", "compare", "export", "doctor")
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}  # when a run is resumed
-
-
-def command(name: str) -> tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]:
-    """The class of a command's options, and the function that runs it."""
-    own: dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]] = {
-        "train": (TrainConfig, train), "eval": (EvalConfig, evaluate), "play": (PlayConfig, play)}  # fmt: skip
-    if name in own:
-        return own[name]
+def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]]:
+    """Every command with the class of its options and the function that runs it."""
+    own: dict[str, Any] = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate), "play": (PlayConfig, play)}
+    if ALONE:
+        return {"train": (TrainConfig, train_alone), "play": own["play"]}
     from toolkit import export, machine, report
 
-    if name == "compare":
-        return report.CompareConfig, report.compare
-    if name == "export":
-        return export.ExportConfig, partial(export.export, task=tiny_task)
-    return machine.DoctorConfig, partial(machine.doctor, training=train_defaults, jail=shared_pool)
-
-
-def train_arguments(argv: list[str], prog: str) -> TrainConfig:
-    """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
-    from toolkit import cli, machine, runs
-
-    if argv[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-    given = cli.chosen(argv, {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "",
-                              "output_dir": "outputs"}, "resume")  # fmt: skip
-    model, recipe, effort = machine.resolve_model(given["model"]), given["recipe"], given["reasoning"]
-    run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
-    default = runs.stored_config(run, TrainConfig) if run else train_defaults(model, recipe, effort)
-    config: TrainConfig = cli.parse(TrainConfig, argv, prog, default)
-    config.model = machine.resolve_model(config.model)
-    if run:
-        runs.check_unchanged(config, default, CHANGEABLE)
-        config.output_dir, config.run_name = default.output_dir, default.run_name
-    return config
+    return own | {
+        "compare": (report.CompareConfig, report.compare),
+        "export": (export.ExportConfig, partial(export.export, task=tiny_task)),
+        "doctor": (machine.DoctorConfig, partial(machine.doctor, training=train_defaults, jail=shared_pool)),
+    }
 
 
 def parse_arguments(argv: list[str]) -> Any:
     """A command line's config.  Raises UsageError; SystemExit(0) after --help."""
     from toolkit import cli
 
-    name, *rest = argv if argv and argv[0] in COMMANDS else ("train", *argv)
-    prog = f"{Path(__file__).name} {name}"
-    if RANKS > 1 and name != "train":
-        raise UsageError(f"{name} runs in one process: start it with python, without torchrun")
-    config = train_arguments(rest, prog) if name == "train" else cli.parse(command(name)[0], rest, prog)
-    if isinstance(config, GameOptions):
-        check_config(config)
-    return config
+    return cli.parse_arguments(argv, commands(), train_defaults, check_config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit code: see toolkit/cli.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    name, *rest = argv if argv and argv[0] in COMMANDS else ("train", *argv)
     if not ALONE:
         from toolkit import cli
 
-        return cli.main(partial(parse_arguments, argv), command(name)[1])
+        return cli.main(partial(parse_arguments, argv), commands()[cli.split(argv, commands())[0]][1])
     import tyro
     from rich.console import Console
 
+    name, *rest = argv if argv[:1] and argv[0][:1] != "-" else ("train", *argv)
     try:
-        if name not in ("train", "play"):
+        if name not in commands():
             raise UsageError(f"{name} needs the folder toolkit/ beside {Path(__file__).name}")
-        config = tyro.cli(command(name)[0], args=rest, config=(tyro.conf.PositionalRequiredArgs,))
+        kind, run = commands()[name]
+        config = tyro.cli(kind, args=rest, config=(tyro.conf.PositionalRequiredArgs,))
         check_config(config)
-        (play if name == "play" else train_alone)(config, Console(markup=False, emoji=False, highlight=False))
+        run(config, Console(markup=False, emoji=False, highlight=False))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

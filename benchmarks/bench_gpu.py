@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,9 +208,8 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, curriculum)
             rows = program.training_set(config, curriculum)
             trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-            watch.Progress(trainer, rollouts, config, scratch, Console(quiet=True),
-                           evaluate=lambda: runs.score((), config.target), random_won=lambda target: 0.0,
-                           finished_game=partial(program.finished_game, config)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, program.Evaluator(config), scratch, Console(quiet=True),
+                           evaluate=lambda: runs.score((), config.target)).train()  # fmt: skip
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,9 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     else:
         record(trainer, ends, last)
         with (folder / "log").open("w") as file:
-            watch.Progress(trainer, rollouts, config, folder, Console(file=file, force_terminal=True),
-                           evaluate=lambda: runs.score((), config.target),
-                           random_won=cache(partial(program.random_moves_win, config)),
-                           finished_game=partial(program.finished_game, config)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, program.Evaluator(config), folder,
+                           Console(file=file, force_terminal=True),
+                           evaluate=lambda: runs.score((), config.target)).train()  # fmt: skip
     return [after - before for before, after in pairwise(ends)], last
 
 

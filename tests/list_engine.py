@@ -1,7 +1,7 @@
 """2048 the usual way: a list of lists, written from the rules alone.  Slow, and independent of the program's engine.
 
 Its random stream is the public reference's: `random.Random(seed)`; a spawn is a `choice` over the empty cells in
-row-major order, then a 4 if `random() < probability_fours`, else a 2; two spawns at the start.
+row-major order, then a 4 if `random() < 0.1`, else a 2; two spawns at the start.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def can_move(grid: Grid) -> bool:
 class ListBoard:
     """One game, played by the names of directions."""
 
-    def __init__(self, size: int, seed: int, target: int = 2048, probability_fours: float = 0.10) -> None:
-        self.size, self.target, self.probability_fours = size, target, probability_fours
+    def __init__(self, size: int, seed: int, target: int = 2048) -> None:
+        self.size, self.target = size, target
         self.random = random.Random(seed)
         self.grid: Grid = [[0] * size for _ in range(size)]
         self.score = 0
@@ -80,7 +80,7 @@ class ListBoard:
     def _spawn(self) -> None:
         empty = [(i, j) for i in range(self.size) for j in range(self.size) if self.grid[i][j] == 0]
         i, j = self.random.choice(empty)
-        self.grid[i][j] = 4 if self.random.random() < self.probability_fours else 2
+        self.grid[i][j] = 4 if self.random.random() < 0.1 else 2
 
     def _judge(self) -> None:
         if any(tile >= self.target for row in self.grid for tile in row):

@@ -184,8 +184,3 @@ def test_names_are_not_read_as_markup(
 def test_what_cannot_be_is_refused_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_probability_has_to_be_a_number() -> None:
-    with pytest.raises(ValueError, match="probability_fours"):
-        program.GameBoard(probability_fours="x")  # type: ignore[arg-type]

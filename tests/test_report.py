@@ -26,7 +26,7 @@ from tests.conftest import SIZE, TARGET, Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
 from toolkit import report, runs
-from toolkit.programs import controls
+from toolkit.programs import controls, recorded_game
 
 HOSTILE = (
     "</code></pre></script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
@@ -257,11 +257,16 @@ def test_the_replay_starts_and_ends_where_the_game_did(recorded: Path, browser: 
         assert f"Score {game['score']:,}, largest tile {game['max_tile']}." in shown(page, "#status")
 
 
+def page_game(game: program.GameResult, size: int) -> dict[str, Any]:
+    """A recorded game as a page shows it."""
+    return recorded_game(program.GameBoard(size, game.seed, program.TO_THE_END), map(int, game.moves))
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, browser: Browser) -> None:
     """Forwards, backwards and in leaps; boards of other sizes; games longer than the positions that are kept."""
     game = program.execute_strategies([HONEST], [size], size, 1024, record=True)[0][0]
-    (folder / "best_game.json").write_text(json.dumps(program.best_game([game], size)))
+    (folder / "best_game.json").write_text(json.dumps(page_game(game, size)))
     report.write_report(folder)
     board = program.GameBoard(size, size, program.TO_THE_END)
     positions = [(list(itertools.chain(*board.board())), board.score())]
@@ -283,7 +288,7 @@ def test_every_position_of_the_replay_is_the_engines(size: int, folder: Path, br
 
 def test_a_move_that_changed_nothing_is_not_replayed() -> None:
     result = program.execute_strategies(["def strategy(board): return 'a'"], [0], record=True)[0][0]
-    game = program.best_game([result], 6)
+    game = page_game(result, 6)
     assert len(result.moves) - len(game["moves"]) == program.LIMITS.idle_moves
     assert game["max_tile"] == result.max_tile
 

@@ -209,7 +209,6 @@ def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
     """What stands behind the closing fence cost nothing: one run's answers grew from 19 tokens to the limit of 200."""
     assert program.ends_in_time(["x"] * 3, completion_ids=[[1], [1] * 8, [1] * 7], max_new_tokens=[8] * 3) == [0, -1, 0]
-    assert program.ends_in_time(["x"]) == [0]
 
 
 def test_what_is_logged_and_saved_holds_no_escape_sequence(pool: program.Pool) -> None:

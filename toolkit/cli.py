@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import io
 import json
@@ -14,10 +15,11 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
-from toolkit.ranks import RANK
+from toolkit.ranks import RANK, RANKS, SHARDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +83,60 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
         parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
     check_ranges(parsed)
     return parsed
+
+
+Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}  # when a run is resumed
+
+
+def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
+    """A command line's command, by default train, and its options."""
+    return (argv[0], list(argv[1:])) if argv and argv[0] in commands else ("train", list(argv))
+
+
+def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
+    """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
+    from toolkit import machine, runs
+
+    given = chosen(argv, {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "",
+                          "output_dir": "outputs"}, "resume")  # fmt: skip
+    model = machine.resolve_model(given["model"])
+    run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
+    default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])
+    config = parse(kind, argv, prog, default)
+    config.model = machine.resolve_model(config.model)
+    if run:
+        runs.check_unchanged(config, default, CHANGEABLE)
+        config.output_dir, config.run_name = default.output_dir, default.run_name
+    if config.run_name != Path(config.run_name).name or config.run_name == "..":
+        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
+    if config.loader == "unsloth" and (config.vllm_server or SHARDED):
+        raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
+                         "Unsloth keeps the whole model in one process")  # fmt: skip
+    if config.vllm_server and not importlib.util.find_spec("vllm"):
+        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see the README")
+    return config
+
+
+def parse_arguments(
+    argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
+) -> Any:
+    """A command line's config.  Raises UsageError; SystemExit(0) after --help.
+
+    `defaults` returns the training configuration of a model, a recipe and an effort.  `check` raises UsageError for
+    options that do not go together.
+    """
+    name, rest = split(argv, commands)
+    script = inspect.getmodule(commands["train"][1])
+    prog = f"{Path(str(script and script.__file__)).name} {name}"
+    if RANKS > 1 and name != "train":
+        raise UsageError(f"{name} runs in one process: start it with python, without torchrun")
+    if name == "train" and rest[:1] in (["-h"], ["--help"]):
+        print(inspect.getdoc(script))
+    kind = commands[name][0]
+    config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
+    check(config)
+    return config
 
 
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:

@@ -105,9 +105,10 @@ def gpu_is_there() -> bool:
 
 
 def resolve_model(name: str) -> str:
-    """The model that "auto" stands for on this machine; any other name stays as it is."""
+    """The model that "auto" stands for on this machine, and a run's adapter; any other name stays as it is."""
     if name != "auto":
-        return name
+        adapter = Path(name) / "adapter"
+        return str(adapter) if adapter.is_dir() else name
     return "unsloth/gpt-oss-20b" if gpu_is_there() else "tiny"
 
 

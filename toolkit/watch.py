@@ -11,11 +11,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit import runs, visible
+from toolkit.programs import Evaluator, Game, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 
 if TYPE_CHECKING:
@@ -301,18 +302,6 @@ def show_scores(console: Console, result: Mapping[str, Any], target: int) -> Non
         console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
 
 
-class Game(Protocol):
-    """A game as it is replayed: the script's GameBoard."""
-
-    size: int
-    spawned: int
-
-    def move(self, direction: int) -> bool: ...
-    def board(self) -> list[list[int]]: ...
-    def score(self) -> int: ...
-    def max_tile(self) -> int: ...
-
-
 COLOURS = (236, 240, 242, 94, 130, 166, 160, 178, 142, 106, 70, 35, 33)  # xterm-256 backgrounds, by log2 of the tile
 
 
@@ -343,24 +332,6 @@ def replay(console: Console, game: Game, moves: Sequence[int], title: str, delay
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures and TensorBoard
-
-
-def recorded_game(game: Game, moves: Iterable[int]) -> dict[str, Any]:
-    """A game from its first board on, in a form that a page can show without the engine and without the seed.
-
-    The tiles at the start and the end, row by row; and for each move that changed the board its direction, the cell of
-    the new tile, and that tile.
-    """
-
-    def tiles() -> list[int]:
-        return [tile for row in game.board() for tile in row]
-
-    start, made = tiles(), []
-    for direction in moves:
-        if game.move(direction):
-            made.append((direction, game.spawned, tiles()[game.spawned]))  # noqa: PERF401 - the game goes on
-    reached = {"score": game.score(), "max_tile": game.max_tile()}
-    return {"size": game.size, "start": start, "moves": made, "end": tiles(), **reached}
 
 
 def board_picture(tiles: Sequence[int], cell: int = 64) -> Any:
@@ -402,12 +373,17 @@ def show_best(run: Path, step: int, source: str, game: Mapping[str, Any]) -> Non
         write_best(writer, step, source, game)
 
 
-def write_completions(writer: Any, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
-    """Some completions of a step with their verdicts, in TensorBoard."""
+def write_step(writer: Any, step: int, completions: Sequence[Mapping[str, Any]], texts: bool) -> None:
+    """In TensorBoard: a histogram of a step's largest tiles; with `texts`, eight completions with their verdicts."""
+    import numpy as np
+
+    games = [game for done in completions for game in done["results"]]
+    writer.add_histogram("largest tile, log2", np.array(exponents(games)), step)
     rows = [f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
             + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
-            + f"\n\n{indented(done['text'])}" for done in completions]  # fmt: skip
-    writer.add_text("completions", "\n\n---\n\n".join(rows), step)
+            + f"\n\n{indented(done['text'])}" for done in completions[:8]]  # fmt: skip
+    if texts:
+        writer.add_text("completions", "\n\n---\n\n".join(rows), step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,6 +399,28 @@ class WatchedRollouts(Protocol):
     def add(self, row: dict[str, Any]) -> None: ...
 
 
+def callback(progress: Any) -> Any:
+    """A Progress as a transformers trainer takes it."""
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            progress.begin()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            progress.begin_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if progress.end_step():
+                control.should_save = control.should_training_stop = True
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if "loss" in logs and progress.is_over(logs):
+                control.should_save = control.should_training_stop = True
+
+    return Watching()
+
+
 class Progress:
     """Evaluates the untrained model, shows every step, and stops a run that collapsed, was interrupted or has no time.
 
@@ -430,19 +428,15 @@ class Progress:
     """
 
     def __init__(
-        self, trainer: Any, rollouts: WatchedRollouts, config: WatchedConfig, run: Path, console: Console,
-        evaluate: Callable[[], runs.Score], random_won: Callable[[int], float],
-        finished_game: Callable[[str], Mapping[str, Any]],
+        self, trainer: Any, rollouts: WatchedRollouts, evaluator: Evaluator, run: Path, console: Console,
+        evaluate: Callable[[], runs.Score],
     ) -> None:  # fmt: skip
-        """`evaluate` plays the held-out boards with the model; `random_won` is the share of games in which random moves
-        make a target; `finished_game` plays a program on a board of its own and returns a recorded_game."""
-        self._trainer, self._rollouts, self._config, self._run = trainer, rollouts, config, run
-        self._evaluate, self._random_won, self._finished_game = evaluate, random_won, finished_game
-        self._view, self._watcher, self._interruption = (
-            TrainingView(console, config.steps),
-            Watcher(config),
-            runs.Interruption(),
-        )
+        """`evaluate` plays the held-out boards with the model."""
+        self._trainer, self._rollouts, self._evaluator, self._run = trainer, rollouts, evaluator, run
+        self._evaluate, self._config = evaluate, evaluator.config
+        self._random_won = cache(partial(random_moves_win, evaluator))
+        self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
+        self._interruption = runs.Interruption()
         self._writer: Any = None  # of the curves, on rank 0
         self._summary: StepSummary | None = None  # of the last step
         self._summaries: list[tuple[float, float, float]] = []  # distinct, flat and level of every step
@@ -481,7 +475,7 @@ class Progress:
         else:
             (self._run / "rollouts.jsonl").unlink(missing_ok=True)
         self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
-        self._trainer.add_callback(self._callback())
+        self._trainer.add_callback(callback(self))
         if RANK == 0:
             self._writer = SummaryWriter(self._run, purge_step=step + 1)
             self._trainer.add_callback(TensorBoardCallback(self._writer))
@@ -494,31 +488,7 @@ class Progress:
         return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "target": self._rollouts.last["target"],
                 "distinct": round(distinct, 4), "zero_spread": round(flat, 4), "collapsed": self.collapsed}  # fmt: skip
 
-    def _callback(self) -> Any:
-        """This object as the trainer takes it."""
-        from transformers import TrainerCallback
-
-        progress = self
-
-        class Watching(TrainerCallback):  # type: ignore[misc]
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                progress._begin()
-
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                progress._step_began, progress._interruption.waits = time.perf_counter(), True
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                progress._spent = time.monotonic() - progress._began
-                if progress.interrupted:
-                    control.should_save = control.should_training_stop = True
-
-            def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-                if "loss" in logs and progress._is_over(logs):
-                    control.should_save = control.should_training_stop = True
-
-        return Watching()
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
         file = self._run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
@@ -528,6 +498,15 @@ class Progress:
                 runs.write_whole(file, json.dumps(before) + "\n")
         self.before = runs.Score(**before | {"tiles": tuple(before["tiles"])})
         self._began = time.monotonic() - self._spent
+
+    def begin_step(self) -> None:
+        """From here on the first interruption lets the step end."""
+        self._step_began, self._interruption.waits = time.perf_counter(), True
+
+    def end_step(self) -> bool:
+        """Whether training was interrupted."""
+        self._spent = time.monotonic() - self._began
+        return self.interrupted > 0
 
     def _resume(self, checkpoint: Path, step: int) -> None:
         """Take note of all steps before a checkpoint.  Later ones are forgotten."""
@@ -568,7 +547,7 @@ class Progress:
         return {**step.curves(), **self._sampled, **seconds, "seconds/update": took - sum(seconds.values()),
                 "seconds/spent": self._spent}  # fmt: skip
 
-    def _is_over(self, logs: Mapping[str, float]) -> bool:
+    def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""
         assert self._summary
         step, config = self._summary, self._config
@@ -576,21 +555,13 @@ class Progress:
         tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
         self._view.step(self.steps, step, tokens, took, warning, self._watcher.trouble, self._best)
         if self._writer:
-            self._show()
+            saves = self.steps % config.save_steps == 0
+            write_step(self._writer, self.steps, self._rollouts.last["completions"], texts=saves)
+            if saves and self._best:
+                source = self._best[0]
+                write_best(self._writer, self.steps, source, finished_game(self._evaluator, source))
         over = config.minutes > 0 and self._spent > 60 * config.minutes
         return self._watcher.collapsed or by_first_rank(lambda: over)
-
-    def _show(self) -> None:
-        """In TensorBoard: a histogram of the largest tiles; with each checkpoint completions and the best program."""
-        import numpy as np
-
-        completions = self._rollouts.last["completions"]
-        games = [game for done in completions for game in done["results"]]
-        self._writer.add_histogram("largest tile, log2", np.array(exponents(games)), self.steps)
-        if self.steps % self._config.save_steps == 0:
-            write_completions(self._writer, self.steps, completions[:8])
-            if self._best:
-                write_best(self._writer, self.steps, self._best[0], self._finished_game(self._best[0]))
 
     def _is_best(self) -> bool:
         """Whether tiles were larger before this checkpoint than before any other."""
