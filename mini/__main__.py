@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
+from functools import partial
 from typing import Any
 
 import mini
-from mini.config import (
-    ALIASES,
-    ChessConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    SampleConfig,
-    TextConfig,
-    UsageError,
-    check_config,
-)
+from mini.config import ALIASES, ChessConfig, Config, DataConfig, EvalConfig, SampleConfig, TextConfig, check_config
+from toolkit import UsageError, cli
 
 KINDS: dict[str, Any] = {"chess": ChessConfig, "text": TextConfig, "data": DataConfig, "eval": EvalConfig,
                          "sample": SampleConfig}  # fmt: skip
@@ -35,19 +23,8 @@ def parse_arguments(argv: list[str]) -> Config:
     command = argv.pop(0)
     if command not in KINDS:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
-    import tyro
-
     argv = spelled_out(argv) if command == "text" else argv
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            config: Config = tyro.cli(KINDS[command], args=argv, prog=f"python -m mini {command}")
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()[1:]]
-        said = " ".join(takewhile(lambda line: line and not line.startswith("─"), lines))
-        raise UsageError(f"{said} (see python -m mini {command} --help)") from None
+    config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}")
     check_config(config)
     return config
 
@@ -62,13 +39,13 @@ def spelled_out(argv: list[str]) -> list[str]:
     return words
 
 
-def run(config: Config) -> dict[str, Any] | None:
-    """Run a command.  Returns what --json prints."""
+def run(config: Config) -> dict[str, Any]:
+    """Run a command.  Returns what --json prints, and nothing for a command without --json."""
     if isinstance(config, DataConfig):
         from mini.chess_data import write_data
 
         write_data(config)
-        return None
+        return {}
     if isinstance(config, TextConfig):
         from mini.text_task import text_command
 
@@ -82,25 +59,13 @@ def run(config: Config) -> dict[str, Any] | None:
             return chess_task.eval_command(config)
         case SampleConfig():
             chess_task.sample_command(config)
-            return None
+            return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 2 for an error that the user can fix (printed as one line); 130 for Ctrl-C."""
-    try:
-        config = parse_arguments(list(sys.argv[1:] if argv is None else argv))
-        as_json = getattr(config, "json", False)
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            result = run(config)
-        if as_json:
-            print(json.dumps(result))
-    except UsageError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    return 0
+    """Run a command.  Returns the exit code: see toolkit/cli.py."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return cli.main(partial(parse_arguments, arguments), lambda config, _: run(config))
 
 
 if __name__ == "__main__":

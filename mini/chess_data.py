@@ -21,8 +21,9 @@ from typing import Literal
 import chess
 import chess.engine
 
-from mini.config import DataConfig, UsageError
+from mini.config import DataConfig
 from mini.files import write_whole
+from toolkit import UsageError
 
 Task = Literal["P", "A"]
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8

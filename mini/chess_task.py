@@ -19,7 +19,7 @@ from mini import chess_data as data
 from mini import config as defaults
 from mini.chess_data import Example, Task
 from mini.chess_reward import Verdict, judge, parse_policy, shaped
-from mini.config import ChessConfig, EvalConfig, Options, SampleConfig, UsageError
+from mini.config import ChessConfig, EvalConfig, Options, SampleConfig
 from mini.generate import Sampling, generate
 from mini.model import GPT, GptConfig
 from mini.runs import load_checkpoint, open_run, resident_memory, save_checkpoint, settings, step_line
@@ -27,6 +27,7 @@ from mini.tokens import ChessTokens, Tokens
 from mini.track import open_tracker
 from mini.train import make_learner, supervised, train
 from mini.weights import load_model, load_tokens, save_model
+from toolkit import UsageError
 
 EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
 TASKS: tuple[Task, ...] = ("P", "A")

@@ -6,12 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from toolkit import UsageError
+
 EMBEDDED_WARM_STEPS, EMBEDDED_LR = 42, 3e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
-
-
-class UsageError(Exception):
-    """An error that the user can fix; its message is one line that says how."""
 
 
 @dataclass(kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from mini.config import UsageError
+from toolkit import UsageError
+from toolkit.runs import bring_to_disk
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -17,13 +17,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        bring_to_disk(part)
         part.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)  # the rename is durable once the folder is flushed
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None

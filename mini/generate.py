@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini.config import UsageError
 from mini.model import GPT, Cache
+from toolkit import UsageError
 
 
 @dataclass(frozen=True)

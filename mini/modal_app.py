@@ -19,7 +19,7 @@ from pathlib import Path
 import modal
 
 HOME = Path("/")  # the parent of outputs/, which is the volume
-NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "chess", "tiktoken", "wandb")
+NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "rich", "chess", "tiktoken", "wandb")
 
 
 def pinned() -> list[str]:
@@ -36,7 +36,7 @@ volume = modal.Volume.from_name("mini-outputs", create_if_missing=True)
 image = (
     modal.Image.debian_slim(python_version="3.11")
     .pip_install(*pinned(), extra_index_url="https://download.pytorch.org/whl/cpu")
-    .add_local_python_source("mini")
+    .add_local_python_source("mini", "toolkit")
 )
 asked = any(word.rpartition("=")[2] == "wandb" for word in sys.argv)
 # Always one secret: Modal reads this file again in the cloud, without argv, and compares the number of dependencies.

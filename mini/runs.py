@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from mini.config import ChessConfig, TextConfig, UsageError
+from mini.config import ChessConfig, TextConfig
 from mini.files import write_whole
+from toolkit import UsageError
 
 # Options that may change when a run is resumed.
 MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track"}

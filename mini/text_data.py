@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mini.config import TextConfig, UsageError
+from mini.config import TextConfig
 from mini.files import write_whole
 from mini.tokens import BpeTokens
+from toolkit import UsageError
 
 HELD_OUT = 10  # one part in so many, the last, is held out
 

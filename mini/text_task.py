@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini.config import TextConfig, UsageError
+from mini.config import TextConfig
 from mini.denoise import denoise_step, fill, hide, left_to_right, unmask
 from mini.files import write_whole
 from mini.generate import Sampling, generate
@@ -34,6 +34,7 @@ from mini.text_data import Corpus, Counts, build_corpus, draw_windows
 from mini.text_rl import NO_END, grpo_step, ppo_step, supervised_step, whole_rows
 from mini.track import open_tracker
 from mini.train import LanguageModel, Learner, make_optimizer, score
+from toolkit import UsageError
 
 STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], dict[str, float]]] = {
     "supervised": supervised_step, "grpo": grpo_step, "ppo": ppo_step, "denoise": denoise_step,

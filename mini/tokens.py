@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mini.config import UsageError
+from toolkit import UsageError
 
 if TYPE_CHECKING:
     import tiktoken

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from mini.config import UsageError
+from toolkit import UsageError
 
 
 class Tracker(Protocol):

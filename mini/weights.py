@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from mini.config import UsageError
 from mini.files import write_whole
 from mini.model import GPT, GptConfig
 from mini.tokens import BpeTokens, ChessTokens, Tokens
+from toolkit import UsageError
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
 SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files

@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two
 # Their imports of transformers and peft take as long as their tests: one process has them all.
 LIBRARIES = ("mini/test_weights.py", "mini/test_generate.py", "test_benchmarks.py", "test_machine.py", "test_export.py")
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
-FIRST = ("test_gpu.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", *LIBRARIES, "test_hostile.py",
-         "test_report.py", "test_resilience.py")  # fmt: skip
+FIRST = ("test_gpu.py", "test_pool.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", *LIBRARIES,
+         "test_hostile.py", "test_report.py", "test_resilience.py")  # fmt: skip
 
 ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
@@ -68,6 +68,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 def pool() -> program.Pool:
     """The program's own shared pool, so that the rewards use it too.  A test of another module may have replaced it."""
     return program.shared_pool(jailed=True)
+
+
+@pytest.fixture
+def lone() -> Iterator[program.Pool]:
+    """A pool of one worker, for tests that kill parts of it."""
+    with program.Pool(1) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,13 @@ def without_seconds(results: Iterable[program.GameResult]) -> list[program.GameR
     return [dataclasses.replace(result, seconds=0.0) for result in results]
 
 
+def play(
+    pool: program.Pool, source: str, *seeds: int, timeout: float = 5.0, target: int = 256
+) -> list[program.GameResult]:
+    """A strategy's games in a pool; on one board if no seeds are given."""
+    return program.execute_strategies([source], seeds or (0,), target=target, timeout=timeout, pool=pool)[0]
+
+
 def read_stat(pid: int) -> tuple[str, int]:
     """State letter and parent of a process; ("", 0) when it is gone."""
     try:

@@ -1,4 +1,4 @@
-"""What `gpt_2048_rl.py` uses and does not explain, one subject a file.  Nothing in here imports the script."""
+"""What `gpt_2048_rl.py` and `mini/` use and do not explain, one subject a file.  Nothing in here imports them."""
 
 from __future__ import annotations
 

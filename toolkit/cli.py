@@ -65,7 +65,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
     """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
     import tyro
 
-    groups = kind.__bases__ != (object,)
+    groups = len(kind.__bases__) > 1  # with fewer, all options stand under one heading
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -150,9 +150,10 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         config = parse_arguments()
         from rich.console import Console
 
-        with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
+        as_json = getattr(config, "json", False)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             result = run(config, Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False))
-        if config.json and RANK == 0:
+        if as_json and RANK == 0:
             print(json.dumps(result), file=real_stdout)
     except UsageError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -29,7 +29,8 @@ from mini.chess_data import (
     write_data,
 )
 from mini.chess_reward import judge, parse_policy
-from mini.config import DataConfig, UsageError
+from mini.config import DataConfig
+from toolkit import UsageError
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 P_LINE = f"P: {START}{' ' * 34}M: e2e4 c2c4 d2d4 a2a3 g1f3      E: 0.42 0.21 0.18 0.09 0.24                B: e2e4"

@@ -16,12 +16,13 @@ import mini.__main__
 from mini.chess_data import Example, mirrored
 from mini.chess_reward import Verdict, judge
 from mini.chess_task import ChessTask, build_corpus, evaluate, report
-from mini.config import ChessConfig, EvalConfig, UsageError
+from mini.config import ChessConfig, EvalConfig
 from mini.generate import Sampling
 from mini.model import GPT
 from mini.tokens import ChessTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini
+from toolkit import UsageError
 
 DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 40)
 QUICK = (*DATA, "--warm-steps", 3, "--warm-batch", 4)

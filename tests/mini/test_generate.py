@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from mini.config import UsageError
 from mini.generate import Sampling, choose, generate
 from mini.model import GPT
 from mini.train import Rows, score
 from tests.mini.helpers import END, log_probs_of, small_model
+from toolkit import UsageError
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3]]
 GREEDY = Sampling(temperature=0, max_new_tokens=20)

@@ -61,12 +61,14 @@ def called(stub: Stub, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return next(call[1:] for call in stub.calls if call[0] == name)
 
 
-def test_the_image_has_what_pyproject_pins(imported: Callable[..., tuple[Any, Stub]]) -> None:
-    pins, _ = called(imported("--algo", "ppo")[1], "pip_install")
+def test_the_image_has_what_pyproject_pins_and_both_folders(imported: Callable[..., tuple[Any, Stub]]) -> None:
+    _, stub = imported("--algo", "ppo")
+    pins, _ = called(stub, "pip_install")
     text = (ROOT / "pyproject.toml").read_text()
-    assert [re.split("==", pin)[0] for pin in pins] == ["torch", "safetensors", "numpy", "tensorboard", "tyro", "chess",
-                                                       "tiktoken", "wandb"]  # fmt: skip
+    assert [re.split("==", pin)[0] for pin in pins] == ["torch", "safetensors", "numpy", "tensorboard", "tyro", "rich",
+                                                       "chess", "tiktoken", "wandb"]  # fmt: skip
     assert all(f'"{pin}' in text for pin in pins)
+    assert called(stub, "add_local_python_source")[0] == ("mini", "toolkit")
 
 
 KEY = ("from_name", ("wandb",), {"required_keys": ["WANDB_API_KEY"]})

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mini.config import TextConfig, UsageError
+from mini.config import TextConfig
 from mini.text_data import CharTokens, Counts, build_corpus, draw_windows, read_text
 from mini.text_rl import whole_rows
 from mini.train import LanguageModel, score
 from tests.mini.helpers import LATENT, SMALL, small_model
+from toolkit import UsageError
 
 TEXT = "the cat sat on the mat; " * 20
 

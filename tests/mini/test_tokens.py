@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mini.chess_data import parse_line, self_play, shipped_lines
-from mini.config import UsageError
 from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
+from toolkit import UsageError
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mini.config import UsageError
 from mini.track import open_tracker
 from tests.mini.helpers import ROOT
+from toolkit import UsageError
 
 FIGURES = [(1, {"loss": 2.5, "kl": 0.25}), (2, {"loss": 1.5, "kl": 0.5})]
 

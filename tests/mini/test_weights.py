@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from mini.config import UsageError
 from mini.files import write_whole
 from mini.tokens import ChessTokens
 from mini.weights import load_model, load_tokens, save_model
 from tests.mini.helpers import small_model
+from toolkit import UsageError
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 

@@ -1,0 +1,365 @@
+"""Workers and their pool: how they start, die, are replaced and end, and which verdict belongs to which job."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+import gpt_2048_rl as program
+from gpt_2048_rl import GameResult, Job, Pool, execute_strategies
+from tests import helpers
+from tests.helpers import FOR_EVER, HONEST, alive, descendants, play, run_python, wait_until, without_seconds
+
+
+def answers_right(pool: Pool) -> bool:
+    """Whether the pool gives what any pool gives: the results of a fixed strategy on fixed boards."""
+    results = play(pool, 'def strategy(board):\n    return "a"\n', 1, 2)
+    return [(r.outcome, r.steps, r.max_tile) for r in results] == [("stuck", 81, 8), ("stuck", 76, 8)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start
+
+
+def test_a_zygote_that_cannot_start_says_why() -> None:
+    """Its reason reaches the trainer as the one line of the JailError; it used to be lost."""
+    code = """
+import gpt_2048_rl as program
+program.ALLOWED_MODULES = ("no_such_module",)
+try:
+    program.Referee()
+except program.JailError as error:
+    print(error)
+"""
+    assert "(ModuleNotFoundError: No module named 'no_such_module')" in run_python(code).stdout
+
+
+def test_a_refused_pool_leaves_no_process() -> None:
+    """The workers that had started are ended."""
+    prepare = f"helpers.install_filter_on_seccomp({errno.EPERM})"
+    code = "import os\nimport gpt_2048_rl as program\nfrom tests import helpers\n" + textwrap.dedent(f"""
+        {prepare}
+        try:
+            program.Pool(3)
+        except program.JailError:
+            print(helpers.wait_until(lambda: not helpers.descendants(os.getpid())))
+        """)
+    assert run_python(code).stdout.strip() == "True"
+
+
+def test_one_shared_pool_for_all_threads() -> None:
+    """Four threads at once started four, and three of them were never closed."""
+    code = """
+import threading
+import gpt_2048_rl as program
+pools = []
+threads = [threading.Thread(target=lambda: pools.append(program.shared_pool())) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(pools), len(set(map(id, pools))))
+"""
+    assert run_python(code).stdout == "4 1\n"
+
+
+def test_the_shared_pool_starts_again_after_it_was_closed() -> None:
+    """Ctrl-C in a notebook closes it; the next cell goes on with a new one."""
+    code = """
+import gpt_2048_rl as program
+first = program.shared_pool()
+assert program.shared_pool() is first
+first.close()
+assert program.shared_pool() is not first
+print(program.execute_strategies(['def strategy(board): return "a"'], (1,))[0][0].outcome)
+"""
+    done = run_python(code)
+    assert done.stdout.strip() == "stuck", done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# End
+
+
+def family(pool: Pool) -> set[int]:
+    """All processes of a pool: workers, zygotes, players."""
+    workers = {worker._process.pid for worker in pool._workers}
+    return workers.union(*map(descendants, workers))
+
+
+def test_close_leaves_no_process() -> None:
+    """Idle workers and their zygotes are gone soon after."""
+    pool = Pool(2)
+    processes = family(pool)
+    assert len(processes) == 4
+    pool.close()
+    assert wait_until(lambda: not any(map(alive, processes)))
+
+
+def test_close_ends_players_in_the_middle_of_a_game() -> None:
+    """Another thread that waits for a verdict gets an exception, and starts no new worker."""
+    pool = Pool(1)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            play(pool, FOR_EVER, timeout=60)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert wait_until(lambda: len(family(pool)) == 3)
+    processes = family(pool)
+    pool.close()
+    thread.join(20)
+    assert (thread.is_alive(), len(failures)) == (False, 1)
+    assert wait_until(lambda: not any(map(alive, processes | family(pool))))
+
+
+TRAINER = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+import gpt_2048_rl as program
+pool = {{pool}}
+sources = [{FOR_EVER!r} + "# " + str(i) for i in range(40)]
+print("playing", flush=True)
+program.execute_strategies(sources, (1, 2), pool=pool)
+"""
+
+
+def trainer(pool: str) -> tuple[subprocess.Popen[str], set[int]]:
+    """A trainer in the middle of `while True` strategies, and the processes below it."""
+    environment = {**os.environ, "PYTHONPATH": str(helpers.ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", TRAINER.format(pool=pool)], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=environment)  # fmt: skip
+    assert process.stdout
+    assert process.stdout.readline() == "playing\n"
+    assert wait_until(lambda: len(descendants(process.pid)) >= 6)  # two of each: worker, zygote, player
+    return process, descendants(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("pool", "sign"),
+    [
+        ("program.shared_pool()", signal.SIGKILL),
+        ("program.shared_pool()", signal.SIGINT),
+        ("program.shared_pool()", signal.SIGTERM),
+        ("program.Pool(2)", signal.SIGINT),
+        ("program.Pool(2, jailed=False)", signal.SIGKILL),
+    ],
+)
+def test_no_process_outlives_its_trainer(pool: str, sign: signal.Signals) -> None:
+    """kill -9, Ctrl-C and kill, in the middle of endless strategies.
+
+    Ctrl-C used to wait for all that was being played; here it ends at once, long before the 40 strategies are through.
+    """
+    if pool == "program.shared_pool()" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the shared pool has one worker per core")
+    process, processes = trainer(pool)
+    process.send_signal(sign)
+    process.communicate(timeout=20)
+    assert process.returncode == -sign
+    assert wait_until(lambda: not any(map(alive, processes)))
+
+
+def test_no_process_outlives_a_trainer_that_closes_nothing() -> None:
+    """A pool that is not closed when the program ends: its workers find their input at its end."""
+    code = """
+import os
+from tests import helpers
+import gpt_2048_rl as program
+pools = [program.Pool(1), program.shared_pool()]
+print(*helpers.descendants(os.getpid()))
+"""
+    done = run_python(code)
+    processes = set(map(int, done.stdout.split()))
+    assert len(processes) >= 4
+    assert done.stderr == ""
+    assert wait_until(lambda: not any(map(alive, processes)))
+
+
+LEAVES = """
+import threading, time
+import gpt_2048_rl as program
+pool = program.shared_pool()
+jobs = [program.Job("def strategy(board):\\n    while True: pass #" + str(i), (1, 2)) for i in range(400)]
+threading.Thread(target=pool.judge, args=(jobs,), daemon=True).start()
+time.sleep(0.5)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise KeyboardInterrupt"])
+def test_leaving_does_not_wait_for_games(end: str) -> None:
+    """concurrent.futures plays the whole queue before Python may end: these games would take minutes."""
+    assert run_python(LEAVES.format(end=end)).returncode == (0 if not end else -signal.SIGINT)
+
+
+def test_a_closed_pool_takes_no_jobs(lone: Pool) -> None:
+    """Rather an exception than a verdict that nobody gave."""
+    lone.close()
+    with pytest.raises(RuntimeError):
+        play(lone, HONEST)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures on the way
+
+
+def test_a_worker_killed_while_idle_is_replaced(lone: Pool) -> None:
+    """The next job does not notice."""
+    (pid,) = {worker._process.pid for worker in lone._workers}
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not alive(pid))
+    assert answers_right(lone)
+
+
+def test_a_zygote_killed_while_idle_is_replaced(lone: Pool) -> None:
+    """The next job used to end its worker, and got an "error" for it."""
+    (worker,) = lone._workers
+    (zygote,) = descendants(worker._process.pid)
+    os.kill(zygote, signal.SIGKILL)
+    assert wait_until(lambda: not alive(zygote))
+    assert answers_right(lone)
+    assert descendants(worker._process.pid).isdisjoint({zygote})
+
+
+@pytest.mark.parametrize("victim", ["worker", "zygote", "player"])
+def test_a_process_killed_during_a_game(lone: Pool, victim: str) -> None:
+    """Its strategy gets "error", and the next one right answers; a killed player is not tried again on one board."""
+    results: list[GameResult] = []
+    thread = threading.Thread(target=lambda: results.extend(play(lone, FOR_EVER, timeout=60)))
+    thread.start()
+    (worker,) = {worker._process.pid for worker in lone._workers}
+    assert wait_until(lambda: len(descendants(worker)) == 2)
+    zygote, player = sorted(descendants(worker), key=lambda pid: helpers.read_stat(pid)[1] != worker)
+    os.kill({"worker": worker, "zygote": zygote, "player": player}[victim], signal.SIGKILL)
+    thread.join(20)
+    assert [result.outcome for result in results] == ["error"]
+    assert answers_right(lone)
+
+
+@pytest.mark.parametrize("source", [HONEST, "#" * 10_000_000 + "\n" + HONEST], ids=["short", "long"])
+def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """The trainer waited without a limit, for its verdict and, with a job that no buffer holds, for its own send."""
+    (pid,) = {worker._process.pid for worker in lone._workers}
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(Job, "wall_seconds", lambda job: 1.0)
+    assert play(lone, source)[0].outcome in ("success", "error")  # the source is too long
+    monkeypatch.undo()
+    assert answers_right(lone)
+
+
+def test_a_job_is_not_blamed_for_a_worker_that_was_dying(lone: Pool) -> None:
+    """Six of twelve harmless jobs got "the referee's process ended over it" for what another had begun."""
+    for _ in range(3):
+        os.kill(lone._workers[0]._process.pid, signal.SIGKILL)
+        assert answers_right(lone)
+
+
+STANDS_STILL = """
+import dataclasses, os, signal
+import gpt_2048_rl as program
+referee = program.Referee()
+program.LIMITS = dataclasses.replace(program.LIMITS, control_seconds=0.2)
+os.kill(referee._zygote_pid, signal.SIGSTOP)
+try:
+    referee.play("def strategy(board): return 'a'", program.Job("", (1,)))
+except TimeoutError:
+    print("gave up")
+"""
+
+
+def test_a_referee_gives_up_on_a_zygote_that_stands_still() -> None:
+    """It waited for ever on the control socket; as a worker it ends, and the trainer starts another."""
+    assert run_python(STANDS_STILL).stdout == "gave up\n"
+
+
+def test_a_future_without_a_verdict_ends_the_pool(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last resort, should a thread of the trainer itself stand still."""
+    monkeypatch.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=0.1))
+    monkeypatch.setattr(Job, "wall_seconds", lambda job: 0.1)
+    monkeypatch.setattr(program._Worker, "judge", lambda worker, job: time.sleep(2))
+    with pytest.raises(program.JailError, match="no verdict"):
+        play(lone, HONEST)
+
+
+def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
+    pool: Pool, lone: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory or processes may be short for a moment: one failed start ended the training."""
+    start, failures = program._Worker._start, [OSError(errno.EAGAIN, "fork"), program.JailError("died at its start")]
+
+    def fails_at_first(worker: program._Worker) -> None:
+        if failures:
+            raise failures.pop()
+        start(worker)
+
+    monkeypatch.setattr(program._Worker, "_start", fails_at_first)
+    os.kill(lone._workers[0]._process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not alive(lone._workers[0]._process.pid))
+    assert answers_right(lone)
+    assert failures == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs
+
+
+def test_pool_from_many_threads(pool: Pool) -> None:
+    """Verdicts reach the thread that asked for them."""
+    wrong: list[int] = []
+
+    def ask(seed: int) -> None:
+        source = f'def strategy(board):\n    raise ValueError("thread {seed}")'
+        results = play(pool, source, seed)
+        if (results[0].seed, results[0].detail) != (seed, f"ValueError: thread {seed}"):
+            wrong.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_verdicts_come_in_the_order_of_the_jobs(pool: Pool) -> None:
+    """Also where some take longer, and equal jobs are judged once."""
+    keys = ["é", "x", "a", "x", "u"]
+    sources = [f'def strategy(board):\n    return "{key}"' for key in keys]
+    results = execute_strategies(sources, (5, 6), pool=pool)
+    assert [[r.seed for r in rs] for rs in results] == [[5, 6]] * 5
+    assert [rs[0].outcome == "invalid_move" for rs in results] == [key == "x" for key in keys]
+
+
+def test_more_boards_than_one_job_takes(pool: Pool) -> None:
+    """37 boards are split over several jobs; the results come in the order of the seeds."""
+    seeds = tuple(range(100, 137))
+    results = play(pool, HONEST, *seeds, target=64)
+    assert [result.seed for result in results] == list(seeds)
+    assert without_seconds([results[20]]) == without_seconds(play(pool, HONEST, 120, target=64))
+
+
+def test_no_boards_no_results(pool: Pool) -> None:
+    """Nothing to play."""
+    assert execute_strategies([HONEST, ""], (), pool=pool) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({"size": 1}, "size"), ({"target": 3}, "target"), ({"keys": "x"}, "keys"), ({"timeout": 0}, "timeout"),
+     ({"timeout": float("nan")}, "timeout"), ({"seeds": (1.5,)}, "seeds"), ({"seeds": (True,)}, "seeds")],
+)  # fmt: skip
+def test_a_job_refuses_what_cannot_be_played(arguments: dict[str, object], name: str) -> None:
+    """In the trainer, before anything is sent to a worker."""
+    with pytest.raises(ValueError, match=f"^{name} "):
+        Job(**{"text": HONEST, "seeds": (0,), **arguments})  # type: ignore[arg-type]
