@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -413,6 +414,35 @@ def test_no_process_outlives_its_trainer(pool: str, sign: signal.Signals) -> Non
     process.communicate(timeout=20)
     assert process.returncode == -sign
     assert wait_until(lambda: not any(map(alive, processes)))
+
+
+def players_of(process: int) -> set[int]:
+    """The players below a trainer: children of children of its workers."""
+    below = {process}
+    for _ in range(3):
+        below = {pid for parent in below for pid in descendants(parent) if helpers.read_stat(pid)[1] == parent}
+    return below
+
+
+def test_a_worker_leaves_with_its_trainer_while_a_player_thinks() -> None:
+    """A worker that waits for a move reads no input, and its player's limits may allow minutes.
+
+    Here the players are stopped, so they use no time and never answer.
+    """
+    process, processes = trainer("program.Pool(2)")
+
+    def are_stopped() -> bool:
+        players = players_of(process.pid)
+        for player in players:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(player, signal.SIGSTOP)
+        return [helpers.read_stat(player)[0] for player in players] == ["T", "T"]
+
+    assert wait_until(are_stopped)
+    processes |= descendants(process.pid)
+    process.kill()
+    assert wait_until(lambda: not any(map(alive, processes)))
+    process.communicate()
 
 
 def test_no_process_outlives_a_trainer_that_closes_nothing() -> None:
@@ -891,6 +921,13 @@ def test_time_grows_with_the_game(target: int, moves: int, seconds: float) -> No
     5 s for a whole game paid a search that reaches 65536 at 1 ms a move like a program that hangs.
     """
     assert Job("", (), target=target).cpu_seconds(moves) == pytest.approx(seconds)
+
+
+def test_time_is_granted_as_moves_come(pool: Pool) -> None:
+    """A slow program gets the time of the moves that it has made, and not in advance that of a whole game."""
+    source = HONEST.replace("    return", "    for _ in range(50_000): pass\n    return")
+    (result,) = play(pool, source, timeout=0.05, target=1 << 64)
+    assert (result.outcome, result.detail) == ("timeout", f"more than 0.05 s of CPU time in {result.steps} moves")
 
 
 def test_more_boards_than_one_job_takes(pool: Pool) -> None:

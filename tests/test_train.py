@@ -139,6 +139,55 @@ def test_the_effort_reaches_the_chat_template(base: Path, tmp_path: Path) -> Non
     call(check_the_effort, tmp_path)
 
 
+def check_the_wording() -> None:
+    model, tokenizer = loaded()
+    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    with pytest.raises(Exception, match="128") as asked:
+        program.evaluate_model(model, tokenizer, program.EvalConfig(model="tiny", size=4, target=128))
+    assert str(asked.value) == program.build_prompt(4, 128, wording=-1)
+
+
+def test_a_model_is_evaluated_in_the_wording_kept_back(base: Path) -> None:
+    """Training never shows it, so no model is judged on a prompt that it was trained on."""
+    call(check_the_wording)
+
+
+LEARNED_BY_HEART = """
+KNOWN = {known}
+moves = []
+def strategy(board):
+    moves.append(board)
+    return "éuai"[len(moves) % 4] if moves[0] in KNOWN and len(moves) < 200 else ""
+"""
+TWENTY_MOVES = """
+moves = []
+def strategy(board):
+    moves.append(board)
+    return "éuai"[len(moves) % 4] if len(moves) < 20 else ""
+"""
+
+
+def check_the_best_program(folder: str) -> None:
+    config, run = program.TrainConfig(size=16, games=4), Path(folder)
+    held_out = program.board_seeds(config.games, held_out=True)
+    by_heart = LEARNED_BY_HEART.format(known=[program.GameBoard(16, seed).board() for seed in held_out])
+    sources = (by_heart, TWENTY_MOVES)
+    scores = [sum(game.score for game in program.play_out(source, config, held_out)) for source in sources]
+    assert scores[0] > scores[1] > 0
+    row = {"reward": 0.0, "works": "load", "cheating": "", "results": [{"max_tile": 64}]}
+    completions = [row | {"source": source} for source in sources]
+    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, "target": 64, "completions": completions}) + "\n")
+    best, score = program.keep_best(run, config, 1)
+    assert best == TWENTY_MOVES
+    assert score
+    assert score.games == config.games
+
+
+def test_the_best_program_is_not_chosen_on_the_held_out_boards(tmp_path: Path) -> None:
+    """A program that plays only there loses to one that plays everywhere.  A choice made there would flatter it."""
+    call(check_the_best_program, tmp_path)
+
+
 def check_the_divergence() -> None:
     import torch
 
