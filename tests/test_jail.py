@@ -452,6 +452,13 @@ def test_time_grows_with_the_game(target: int, moves: int, seconds: float) -> No
     assert Job("", (), target=target).cpu_seconds(moves) == pytest.approx(seconds)
 
 
+def test_time_is_granted_as_moves_come(pool: Pool) -> None:
+    """A slow program gets the time of the moves that it has made, and not in advance that of a whole game."""
+    source = HONEST.replace("    return", "    for _ in range(50_000): pass\n    return")
+    (result,) = play(pool, source, timeout=0.05, target=1 << 64)
+    assert (result.outcome, result.detail) == ("timeout", f"more than 0.05 s of CPU time in {result.steps} moves")
+
+
 def test_a_stopped_player_is_not_charged_for_the_wait(lone: Pool) -> None:
     """Limits count the CPU time of the player, not the wall clock: a busy machine changes no reward.
 

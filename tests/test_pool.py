@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -168,6 +169,35 @@ def test_no_process_outlives_its_trainer(pool: str, sign: signal.Signals) -> Non
     process.communicate(timeout=20)
     assert process.returncode == -sign
     assert wait_until(lambda: not any(map(alive, processes)))
+
+
+def players_of(process: int) -> set[int]:
+    """The players below a trainer: children of children of its workers."""
+    below = {process}
+    for _ in range(3):
+        below = {pid for parent in below for pid in descendants(parent) if helpers.read_stat(pid)[1] == parent}
+    return below
+
+
+def test_a_worker_leaves_with_its_trainer_while_a_player_thinks() -> None:
+    """A worker that waits for a move reads no input, and its player's limits may allow minutes.
+
+    Here the players are stopped, so they use no time and never answer.
+    """
+    process, processes = trainer("program.Pool(2)")
+
+    def are_stopped() -> bool:
+        players = players_of(process.pid)
+        for player in players:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(player, signal.SIGSTOP)
+        return [helpers.read_stat(player)[0] for player in players] == ["T", "T"]
+
+    assert wait_until(are_stopped)
+    processes |= descendants(process.pid)
+    process.kill()
+    assert wait_until(lambda: not any(map(alive, processes)))
+    process.communicate()
 
 
 def test_no_process_outlives_a_trainer_that_closes_nothing() -> None:

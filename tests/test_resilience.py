@@ -14,18 +14,20 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
 from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
-from tests.preloaded import run, started
+from tests.preloaded import call, run, started
 from toolkit import watch
-from toolkit.runs import UNFINISHED, newest_checkpoint
+from toolkit.runs import UNFINISHED, finish_checkpoint, newest_checkpoint
 
 
 def command(out: Path, **changes: object) -> list[str]:
@@ -111,6 +113,47 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
     results = [json.loads((folder / "result.json").read_text()) for folder in (resumed.folder, undisturbed)]
     for name in ("before", "after", "steps", "target", "distinct", "zero_spread"):
         assert results[0][name] == results[1][name]
+
+
+def won_step(step: int, target: int) -> dict[str, Any]:
+    """A line of rollouts.jsonl whose two completions win their game."""
+    game = {"seed": step, "outcome": "success", "max_tile": target, "detail": ""}
+    done = {"text": "", "source": "", "works": "load", "cheating": "", "reward": 20.0, "total": 22.0, "results": [game]}
+    return {"step": step, "target": target, "completions": [done, done]}
+
+
+class TrainsNoFurther:
+    """Of TRL's trainer what Progress asks of it before the next step."""
+
+    def __init__(self, step: int) -> None:
+        self.state = SimpleNamespace(global_step=step)
+        self.remove_callback = self.add_callback = self.train = lambda *_, **__: None
+
+
+def check_the_curriculum(folder: str) -> None:
+    run, config = Path(folder), program.TrainConfig(generations=2, curriculum_groups=2, target=64)
+    original, resumed = (program.Curriculum(64, 0.9, 2) for _ in range(2))
+    for step in range(7):
+        original.record(step, original.at(step), 1.0)
+    rows = [won_step(step + 1, original.at(step)) for step in range(7)]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = run / UNFINISHED / "checkpoint-7"
+    checkpoint.mkdir(parents=True)
+    logs = {"loss": 0.0, "games/random_won": 0.0, "seconds/spent": 1.0}
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [logs] * 7}))
+    finish_checkpoint(checkpoint, run, keep=1, best=True)
+    rollouts = program.Rollouts(run / "rollouts.jsonl", config, resumed)
+    unused: Any = pytest.fail
+    trainer, console = TrainsNoFurther(7), Console(quiet=True)
+    watch.Progress(trainer, rollouts, program.Evaluator(config), run, console, unused).train()
+    assert original.target == 256
+    assert [resumed.at(step) for step in range(9)] == [original.at(step) for step in range(9)]
+    assert (resumed.target, *resumed.recent) == (original.target, *original.recent)
+
+
+def test_a_run_goes_on_at_the_target_that_it_had_reached(tmp_path: Path) -> None:
+    """No checkpoint holds the curriculum: it follows from the steps in rollouts.jsonl."""
+    call(check_the_curriculum, tmp_path)
 
 
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:

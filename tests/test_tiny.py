@@ -6,12 +6,16 @@ import dataclasses
 import hashlib
 import json
 import random
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gpt_2048_rl as program
+from tests.list_engine import slide
 from toolkit import tiny
+from toolkit.programs import moves_source
 
 SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
 
@@ -24,6 +28,19 @@ def test_composed_strategies_load_and_answer_with_keys(layout: str, pool: progra
     results = program.execute_strategies(sources, [1], target=64, keys=layout)
     assert {game.outcome for games in results for game in games} <= {"success", "lost", "stuck"}
     assert not any(program.find_cheating(source) for source in sources)
+
+
+@pytest.mark.parametrize("layout", list(program.LAYOUTS))
+def test_programs_foresee_the_moves_of_the_game(layout: str) -> None:
+    """The boards that searches and controls look at are those of an independent engine."""
+    rng, keys = random.Random(4), program.LAYOUTS[layout]
+    for _ in range(200):
+        board = [[rng.choice((0, 2, 2, 4, 8)) for _ in range(4)] for _ in range(4)]
+        foreseen: dict[str, Any] = {"board": board}
+        exec(textwrap.dedent(moves_source(keys, keys)), foreseen)
+        after = {key: slide(board, direction)[0] for key, direction in zip(keys, program.DIRECTIONS, strict=True)}
+        assert foreseen["after"] == after
+        assert foreseen["moves"] == [key for key in keys if after[key] != board]
 
 
 def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
 from tests.preloaded import call, run
+from toolkit import results
 from toolkit.runs import OUTCOMES
 from toolkit.watch import sampled_curves
 
@@ -137,6 +138,56 @@ def check_the_effort(folder: str) -> None:
 def test_the_effort_reaches_the_chat_template(base: Path, tmp_path: Path) -> None:
     """In training and in evaluation.  Where there is no analysis it is named low: gpt-oss would be told medium."""
     call(check_the_effort, tmp_path)
+
+
+def check_the_wording() -> None:
+    model, tokenizer = loaded()
+    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    evaluator = program.Evaluator(program.EvalConfig(model="tiny", size=4, target=128))
+    with pytest.raises(Exception, match="128") as asked:
+        evaluator.evaluate_model(model, tokenizer)
+    assert str(asked.value) == program.build_prompt(4, 128, wording=-1)
+
+
+def test_a_model_is_evaluated_in_the_wording_kept_back(base: Path) -> None:
+    """Training never shows it, so no model is judged on a prompt that it was trained on."""
+    call(check_the_wording)
+
+
+LEARNED_BY_HEART = """
+KNOWN = {known}
+moves = []
+def strategy(board):
+    moves.append(board)
+    return "éuai"[len(moves) % 4] if moves[0] in KNOWN and len(moves) < 200 else ""
+"""
+TWENTY_MOVES = """
+moves = []
+def strategy(board):
+    moves.append(board)
+    return "éuai"[len(moves) % 4] if len(moves) < 20 else ""
+"""
+
+
+def check_the_best_program(folder: str) -> None:
+    config, run = program.TrainConfig(size=16, games=4), Path(folder)
+    evaluator = program.Evaluator(config)
+    by_heart = LEARNED_BY_HEART.format(known=[program.GameBoard(16, seed).board() for seed in evaluator.held_out])
+    sources = (by_heart, TWENTY_MOVES)
+    scores = [sum(game.score for game in games) for games in evaluator.play(sources, evaluator.held_out)]
+    assert scores[0] > scores[1] > 0
+    row = {"reward": 0.0, "works": "load", "cheating": "", "results": [{"max_tile": 64}]}
+    completions = [row | {"source": source} for source in sources]
+    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, "target": 64, "completions": completions}) + "\n")
+    best, score = results.keep_best(evaluator, run, 1)
+    assert best == TWENTY_MOVES
+    assert score
+    assert score.games == config.games
+
+
+def test_the_best_program_is_not_chosen_on_the_held_out_boards(tmp_path: Path) -> None:
+    """A program that plays only there loses to one that plays everywhere.  A choice made there would flatter it."""
+    call(check_the_best_program, tmp_path)
 
 
 def check_the_divergence() -> None:
