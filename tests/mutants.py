@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("gpt_2048_rl.py", "records.py", "report.py", "report_template.html", "toolkit/**/*.py", "toolkit/**/*.html")
+SOURCES = ("gpt_2048_rl.py", "toolkit/*.py", "toolkit/*.html")
 PATIENCE = 1800  # seconds for one call of pytest; a suite that hangs has noticed the fault too
 
 
@@ -39,7 +39,6 @@ class Fault:
     likely: str  # names of test files, without "test_" and ".py"
     old: str
     new: str
-    otherwise: tuple[tuple[str, str], ...] = ()  # the same fault where the line is written differently
 
 
 FAULTS = (
@@ -47,13 +46,12 @@ FAULTS = (
     Fault("jail", "jail", '(20, 0xFFFFFFFF, False), (32, _PROT_EXEC, False)', '(20, 0xFFFFFFFF, False)'),
     Fault("jail", "jail", '((16, 0x80000000, False),)', '()'),
     Fault("jail", "jail", '("AS", LIMITS.memory_bytes)', '("AS", LIMITS.referee_bytes)'),
-    Fault("jail", "jail", 'self._drop_capabilities()', ''),
+    Fault("jail", "jail", 'if self._capset(', 'if False and self._capset('),
     Fault("jail", "hostile jail", 'not answer.startswith(token) or len(answer) ==', 'len(answer) <='),
     Fault("jail", "jail regressions hostile", 'cpu_seconds(len(self.moves))', 'cpu_seconds(LIMITS.paid_moves)'),
     Fault("jail", "jail hostile", 'idle = 0 if game.move(direction) else idle + 1', 'idle += not game.move(direction)'),
-    Fault("jail", "jail rewards", 'environment = {"PYTHONHASHSEED": "0", ', 'environment = {',
-          (('env={"PYTHONHASHSEED": "0", ', 'env={'),)),
-    Fault("jail", "jail", 'signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)', ''),
+    Fault("jail", "games rewards", 'env={"PYTHONHASHSEED": "0", ', 'env={'),
+    Fault("jail", "pool", 'signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)', ''),
     Fault("rewards", "rewards learning", 'LOST_PROGRESS = 20.0, 2.0, 8.0', 'LOST_PROGRESS = 20.0, 2.0, 18.0'),
     Fault("rewards", "rewards learning", 'case "lost" | "stuck" if flat:', 'case "lost" if flat:'),
     Fault("rewards", "rewards hostile", 'CHECK if v.works == "none"', 'CHECK if v.works != "load"'),
@@ -61,8 +59,8 @@ FAULTS = (
     Fault("rewards", "rewards train", 'len(ids) >= limit', 'len(ids) > limit'),
     Fault("rewards", "learning train", 'fmean(self.recent) > ', 'fmean(self.recent) >= '),
     Fault("rewards", "learning train", '.append((step + 2, ', '.append((step + 1, '),
-    Fault("rewards", "learning train resilience", 'self.recent.extend(kept["recent"])', '',
-          (('self._rollouts.add(row)', 'self._rollouts.last, self._rollouts.flat = row, [False]'),)),
+    Fault("rewards", "learning train resilience", 'self._rollouts.add(row)',
+          'self._rollouts.last, self._rollouts.flat = row, [False]'),
     Fault("rewards", "learning train", 'config.batch_size * config.accumulation // ', 'config.batch_size // '),
     Fault("rewards", "learning train", 'advantages * kept * every / some', 'advantages * kept * some / every'),
     Fault("game", "engine", '(gain >= self.target or self.target <= 4)', 'gain >= self.target'),
@@ -71,12 +69,11 @@ FAULTS = (
     Fault("extraction", "extract", '"subclasses", "globals", ', '"subclasses", '),
     Fault("extraction", "extract", '_NEXT_TURN.split(text[final.end() :], maxsplit=1)[0]', 'text[final.end() :]'),
     Fault("evaluation", "cli train regressions", '>> 1 & ~1 | held_out', '>> 1 | held_out'),
-    Fault("evaluation", "train cli learning", 'config.keys, wording=-1)', 'config.keys)'),
-    Fault("evaluation", "train resilience", 'board_seeds(4, config.seed, "final")', 'board_seeds(4, held_out=True)'),
+    Fault("evaluation", "train cli learning", 'c.keys, wording=-1)', 'c.keys)'),
+    Fault("evaluation", "train resilience", 'evaluator.boards(4, "final")', 'evaluator.held_out'),
     Fault("run folder", "runs resilience train", '{int(path.name.removeprefix("checkpoint-")): ',
           '{path.name.removeprefix("checkpoint-"): '),
-    Fault("run folder", "runs resilience", 'islice(file, self._steps)', 'islice(file, self._steps + 1)',
-          (('islice(lines, steps)', 'islice(lines, steps + 1)'),)),
+    Fault("run folder", "runs resilience", 'islice(lines, steps)', 'islice(lines, steps + 1)'),
     Fault("run folder", "resilience", 'fcntl.LOCK_EX | fcntl.LOCK_NB', 'fcntl.LOCK_SH | fcntl.LOCK_NB'),
     Fault("watcher", "watcher learning", '(step.flat == 1 and step.won < 1)', 'step.flat == 1'),
     Fault("statistics", "report", 'range(min(above, below) + 1)', 'range(min(above, below))'),
@@ -86,21 +83,20 @@ FAULTS = (
     Fault("export", "export", '(codes % 2 == 1) &', '(codes % 2 == 0) &'),
     Fault("export", "export", 'torch.stack(parts, -1).flatten(1)', 'torch.cat(parts, 1)'),
     Fault("report", "report", 'quote=True)', 'quote=False)'),
-    Fault("command line", "cli learning", 'config.batch_size * config.accumulation % ', 'config.batch_size % ',
-          (('config.batch_size * config.accumulation) % ', 'config.batch_size) % '),)),
+    Fault("command line", "cli learning", 'together % config.generations', 'config.batch_size % config.generations'),
 )  # fmt: skip
 
 
 def find(fault: Fault, root: Path) -> tuple[Path, str]:
     """The file of a fault, and its text with the fault. Raises SystemExit unless the piece stands in one place."""
     texts = {file: file.read_text(encoding="utf-8") for pattern in SOURCES for file in sorted(root.glob(pattern))}
-    found = [(file, old, new) for old, new in ((fault.old, fault.new), *fault.otherwise)
-             for file, text in texts.items() for _ in range(text.count(old))]  # fmt: skip
+    found = [file for file, text in texts.items() for _ in range(text.count(fault.old))]
     if len(found) != 1:
-        places = ", ".join(str(file.relative_to(root)) for file, *_ in found) or "no file"
+        places = ", ".join(str(file.relative_to(root)) for file in found) or "no file"
         raise SystemExit(f"fault {FAULTS.index(fault) + 1} needs one place, but {fault.old!r} stands in {places}")
-    file, old, new = found[0]
-    lines = [line.replace(old, new) for line in texts[file].split("\n") if new or old not in line]
+    (file,) = found
+    lines = [line.replace(fault.old, fault.new) for line in texts[file].split("\n")
+             if fault.new or fault.old not in line]  # fmt: skip
     if file.suffix == ".py":
         compile("\n".join(lines), str(file), "exec")
     return file, "\n".join(lines)
