@@ -313,15 +313,6 @@ def test_a_referee_gives_up_on_a_zygote_that_stands_still() -> None:
     assert run_python(STANDS_STILL).stdout == "gave up\n"
 
 
-def test_a_future_without_a_verdict_ends_the_pool(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last resort, should a thread of the trainer itself stand still."""
-    monkeypatch.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=0.1))
-    monkeypatch.setattr(Job, "wall_seconds", lambda job: 0.1)
-    monkeypatch.setattr(program._Worker, "judge", lambda worker, job: time.sleep(2))
-    with pytest.raises(program.JailError, match="no verdict"):
-        play(lone, HONEST)
-
-
 def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
     pool: Pool, lone: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

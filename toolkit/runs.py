@@ -4,6 +4,7 @@ A run writes these files to OUTPUT_DIR/RUN_NAME:
 
     config.json         the config it began with            origin.json    when, with which versions, from which commit
     checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step
+    before.json         the untrained model's score
     rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
     events.out.*        TensorBoard's curves
     result.json         the scores on the held-out boards; a run without it can be resumed
