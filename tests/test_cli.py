@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import HONEST, run
+from tests.helpers import HONEST, ROOT, run
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
@@ -45,6 +47,16 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
     said = capsys.readouterr().out
     assert "--target" in said
     assert "2048" in said
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    """As in `gpt_2048_rl.py --help | head -3`."""
+    command = [sys.executable, ROOT / "gpt_2048_rl.py", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 141)
 
 
 def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:

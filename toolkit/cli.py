@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 130 for Ctrl-C, 143 for SIGTERM.
+    collapsed; 130 for Ctrl-C, 143 for SIGTERM; 141 where the reader of stdout has gone.
     """
     real_stdout = sys.stdout
     try:
@@ -161,6 +162,9 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, for example `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains when it flushes stdout
+        return 141
     if result.get("fit") is False:
         return 2
     if result.get("interrupted"):
