@@ -51,7 +51,7 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     """As in `gpt_2048_rl.py --help | head -3`."""
-    command = [sys.executable, ROOT / "gpt_2048_rl.py", "--help"]
+    command = [sys.executable, str(ROOT / "gpt_2048_rl.py"), "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stderr

@@ -225,6 +225,24 @@ def test_games_are_what_the_engine_says(pool: Pool, size: int, target: int, keys
     assert [(r.seed, r.outcome, r.steps, r.max_tile, r.score) for r in results] == expected
 
 
+TRIES_EACH_KEY_OFTEN = """
+last, idle = None, 0
+def strategy(board):
+    global last, idle
+    last, idle = board, idle + 1 if board == last else 0
+    return "éuai"[idle // 16 % 4]
+"""
+
+
+def test_only_moves_in_a_row_that_change_nothing_end_a_game(pool: Pool) -> None:
+    """Here at most 48 of them come between two moves that change something."""
+    (result,) = execute_strategies([TRIES_EACH_KEY_OFTEN], [1], target=64, record=True, pool=pool)[0]
+    game = program.GameBoard(6, 1, 64)
+    wasted = sum(not game.move(int(direction)) for direction in result.moves)
+    assert wasted > 2 * program.LIMITS.idle_moves
+    assert (result.outcome, game.state()) == ("success", "success")
+
+
 def test_a_board_that_is_won_at_the_start(pool: Pool) -> None:
     """No move is asked for."""
     (result,) = execute_strategies([HONEST], (0,), target=2, pool=pool)[0]
