@@ -31,7 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two
 LIBRARIES = ("mini/test_weights.py", "mini/test_generate.py", "test_benchmarks.py", "test_machine.py", "test_export.py")
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
 FIRST = ("test_gpu.py", "test_pool.py", "test_jail.py", "mini/test_chess_task.py", "mini/test_train.py", *LIBRARIES,
-         "test_hostile.py", "test_report.py", "test_resilience.py")  # fmt: skip
+         "test_hostile.py", "test_cluster.py", "test_resilience.py", "test_ranks.py", "test_notebook.py",
+         "mini/test_cpp.py", "test_train.py", "test_report.py")  # fmt: skip
 
 ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")

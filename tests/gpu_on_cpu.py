@@ -5,7 +5,8 @@
 
 Its loader, 4-bit classes, LoRA on experts, gpt-oss attention, generation and generated GRPO trainer run as they are, on
 bfloat16 tensors.  Not what only a GPU has: Triton's kernels, torch.compile, 8-bit kernels, memory, speed.  Tensors go
-to "cuda" and stay where they are; FlexAttention is written out, for PyTorch's has no backward pass on a CPU.
+to "cuda" and stay where they are; FlexAttention is written out, because PyTorch's has no backward pass on a CPU.  Of
+TRL's trainers Unsloth rewrites only those of SFT and GRPO: a third of its import would be spent on the others.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
+UNUSED = ("trl.trainer.distillation_trainer", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer",
+          "trl.trainer.reward_trainer", "trl.trainer.rloo_trainer", "trl.experimental.cpo", "trl.experimental.gkd",
+          "trl.experimental.gold", "trl.experimental.online_dpo", "trl.experimental.orpo", "trl.experimental.sdft",
+          "trl.experimental.server_distillation")  # fmt: skip
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 MEMORY = 150_000_000_000
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132,
@@ -135,6 +140,7 @@ def become_gpu() -> None:
     # Written in Triton, for heads of 512, and the loader asks for it in any case.
     sys.modules["unsloth.kernels.large_head_attention"] = SimpleNamespace(patch_large_head_attention=lambda _: None)  # type: ignore[assignment]
     sys.modules["openenv"] = None  # type: ignore[assignment]  # where it is installed, unsloth imports it for seconds
+    sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]
     Redirected().__enter__()  # type: ignore[no-untyped-call]
     if RANKS > 1:
         become_one_of_several()

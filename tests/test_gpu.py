@@ -12,11 +12,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import ROOT
 from tests.preloaded import SCRIPT, Server, run
@@ -25,20 +26,14 @@ from toolkit import export
 pytestmark = pytest.mark.slow
 
 ADAPTER = Path("adapter", "adapter_model.safetensors")
-SHORT = ("--steps", 2, "--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--size", 4,
-         "--games", 2, "--max-new-tokens", 48, "--eval-batch-size", 2)  # fmt: skip
+MODEL = ("--model", "unsloth/gpt-oss-20b")
+SMALL = ("--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--size", 4, "--games", 2,
+         "--eval-batch-size", 2)  # fmt: skip
+SHORT = (*SMALL, "--steps", 2, "--max-new-tokens", 48)  # room for programs: rewards differ, so the second step learns
 
 
-def output_of(*arguments: object, env: Mapping[str, str]) -> str:
-    """What a script prints, on both streams; it must succeed."""
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def on_gpu(server: Server, *arguments: object, script: Path = SCRIPT) -> str:
-    """What the program, or another script, prints on such a GPU, on both streams; it must succeed."""
+def on_gpu(server: Server, *arguments: object, script: Path | str = SCRIPT) -> str:
+    """What the program, or another script or function, prints on such a GPU, on both streams; it must succeed."""
     done = run(*arguments, script=script, server=server)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -107,50 +102,58 @@ def server(env: dict[str, str]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def four_bits(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of two steps in 4 bits, with what it printed from its first import on."""
+def four_bits(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps in 4 bits."""
     out = tmp_path_factory.mktemp("runs")
-    said = output_of("tests/gpu_on_cpu.py", "gpt_2048_rl.py", "train", "--model", "unsloth/gpt-oss-20b", "--output-dir",
-                     out, "--run-name", "run", *SHORT, env=env)  # fmt: skip
-    return out / "run", said
+    on_gpu(server, "train", *MODEL, "--output-dir", out, "--run-name", "run", *SHORT)
+    return out / "run"
 
 
-def test_every_expert_has_an_adapter_in_four_bits(four_bits: tuple[Path, str]) -> None:
+@pytest.fixture(scope="module")
+def two_gpus(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same on two GPUs, with what the processes printed from their first import on."""
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2,
+               "tests/gpu_on_cpu.py", SCRIPT, "train", *MODEL, "--output-dir", out, "--run-name", "run",
+               *SHORT]  # fmt: skip
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / "run", done.stdout + done.stderr
+
+
+def test_every_expert_has_an_adapter_in_four_bits(four_bits: Path) -> None:
     from safetensors.torch import load_file
 
-    weights = load_file(four_bits[0] / ADAPTER)
+    weights = load_file(four_bits / ADAPTER)
     for name in ("gate_up_projs.0", "gate_up_projs.3", "down_projs.0", "down_projs.3"):
         assert f"base_model.model.model.layers.2.mlp.experts.{name}.lora_B.weight" in weights
     assert any(weight.any() for name, weight in weights.items() if ".experts." in name and "lora_B" in name)
 
 
-def test_unsloth_does_as_it_is_told(four_bits: tuple[Path, str]) -> None:
-    """Activations are computed again as its loader was told, and it does not warn at each generation that the length
-    which it has put into the model's configuration gives way to ours."""
-    assert "Unsloth 2026" in four_bits[1]
-    assert "gradient checkpointing stays off" not in four_bits[1]
-    assert "max_length" not in four_bits[1]
+def test_unsloth_does_as_it_is_told(two_gpus: tuple[Path, str]) -> None:
+    """It recomputes activations as its loader was told.  It does not warn at each generation that our length overrides
+    the one that it has put into the model's configuration."""
+    assert "Unsloth 2026" in two_gpus[1]
+    assert "gradient checkpointing stays off" not in two_gpus[1]
+    assert "max_length" not in two_gpus[1]
 
 
-def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: tuple[Path, str], tmp_path: Path) -> None:
-    folder = shutil.copytree(four_bits[0], tmp_path / "run", symlinks=True)
+def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(four_bits, tmp_path / "run", symlinks=True)
     for later in ("checkpoint-2", "adapter"):
         shutil.rmtree(folder / later)
     (folder / "result.json").unlink()
-    said = on_gpu(server, "train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name", "run",
-                  *SHORT)  # fmt: skip
+    said = on_gpu(server, "train", *MODEL, "--output-dir", tmp_path, "--run-name", "run", *SHORT)
     assert "resuming after step 1" in said
-    assert (folder / ADAPTER).read_bytes() == (four_bits[0] / ADAPTER).read_bytes()
+    assert (folder / ADAPTER).read_bytes() == (four_bits / ADAPTER).read_bytes()
 
 
-def test_two_gpus_end_with_the_same_adapter(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
+def test_two_gpus_end_with_the_same_adapter(two_gpus: tuple[Path, str], four_bits: Path) -> None:
     """Unsloth's trainer goes past DDP and averages gradients itself; the program refuses adapters that differ."""
-    output_of("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, "tests/gpu_on_cpu.py",
-              "gpt_2048_rl.py", "train", "--model", "unsloth/gpt-oss-20b", "--output-dir", tmp_path, "--run-name",
-              "run", *SHORT, env=env)  # fmt: skip
-    steps = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    steps = (two_gpus[0] / "rollouts.jsonl").read_text().splitlines()
     assert [len(json.loads(step)["completions"]) for step in steps] == [4, 4]
-    assert (tmp_path / "run" / ADAPTER).read_bytes() != (four_bits[0] / ADAPTER).read_bytes()
+    assert (two_gpus[0] / ADAPTER).read_bytes() != (four_bits / ADAPTER).read_bytes()
 
 
 def test_the_benchmark_runs(server: Server, base: Path) -> None:
@@ -159,35 +162,31 @@ def test_the_benchmark_runs(server: Server, base: Path) -> None:
     assert json.loads(said[said.index('{"args"') :].splitlines()[0])["device"] == "NVIDIA H200"
 
 
-COMPARE = """
-import sys
-from safetensors.torch import load_file
-from tests import gpu_on_cpu
-gpu_on_cpu.become_gpu()
-import gpt_2048_rl as program
-model, _ = program.load_model(sys.argv[1], program.EvalConfig(model=sys.argv[1]), print)
-there = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if ".lora_" in name}
-written = load_file(sys.argv[1] + "/adapter_model.safetensors")
-assert there.keys() == written.keys()
-print("changed:", [name for name, weight in written.items() if not weight.equal(there[name].to(weight))])
-"""
+def check_the_adapter(folder: str) -> None:
+    from safetensors.torch import load_file
+
+    model, _ = program.load_model(folder, program.EvalConfig(model=folder), print)
+    loaded = {name.replace(".default", ""): weight for name, weight in model.named_parameters() if ".lora_" in name}
+    written = load_file(Path(folder, ADAPTER.name))
+    assert loaded.keys() == written.keys()
+    assert [name for name, weight in written.items() if not weight.equal(loaded[name].to(weight))] == []
 
 
-def test_an_exported_adapter_is_not_repacked(env: dict[str, str], four_bits: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tmp_path: Path) -> None:
     """Unsloth took it for one of its old layout, by a note that it had left in the configuration, and shuffled it."""
     lora = tmp_path / "lora"
-    output_of("gpt_2048_rl.py", "export", four_bits[0], "--output-dir", lora, env=env)
-    said = output_of("-c", COMPARE, lora, env={**env, "PYTHONPATH": str(ROOT)})
-    assert "changed: []" in said
+    on_gpu(server, "export", four_bits, "--output-dir", lora)
+    said = on_gpu(server, lora, script=f"{__name__}:{check_the_adapter.__name__}")
     assert "repacked" not in said
 
 
 @pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
 def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base: Path, tmp_path: Path) -> None:
     """An adapter to fused experts was refused, where its own base had been trained in 4 bits."""
-    options = ("--model", "unsloth/gpt-oss-20b", "--no-load-in-4bit") if released else ("--model", base)
-    on_gpu(server, "train", *options, "--output-dir", tmp_path, "--run-name", "run", *SHORT[2:], "--steps", 1)
+    options = (*MODEL, "--no-load-in-4bit") if released else ("--model", base)
+    on_gpu(server, "train", *options, "--output-dir", tmp_path, "--run-name", "run", *SMALL, "--steps", 1,
+           "--max-new-tokens", 8)  # fmt: skip
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    said = on_gpu(server, "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 48)
+    said = on_gpu(server, "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 8)
     assert "held-out boards" in said
