@@ -48,7 +48,7 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
 
 
 def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """The others stand below, under headings, each with what it is for."""
+    """All other options follow under headings."""
     with pytest.raises(SystemExit):
         program.main(["train", "--help"])
     _, *headings = re.split(r"^\W*[A-Z]\w+ options\W*$", capsys.readouterr().out, flags=re.MULTILINE)
