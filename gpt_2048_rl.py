@@ -19,7 +19,8 @@ where that went wrong: strategies run in a jail and not in the trainer; losers a
 answers of a group share their boards; answers start in the final channel; the target doubles once it is solved; results
 are compared with random and greedy play on boards that training never saw.
 
-`toolkit/` has what is used here and needs no explanation.  A copy of this file without it plays, judges and trains.
+`toolkit/` holds what this file uses and does not explain.  A copy of this file alone plays, judges and trains.
+Shapes: B completions, T tokens, R reward functions.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 try:
     from toolkit import UsageError
@@ -111,7 +112,7 @@ def key_table(layout: str = "bepo") -> Mapping[str, int]:
 
 def direction_of(key: object, table: Mapping[str, int]) -> int | None:
     """The direction of a key, or None.  Case and surrounding blanks do not matter.  The unbound methods read the real
-    characters of a str subclass, whatever it overrides.  `type` is asked, because isinstance believes an object's
+    characters of a str subclass, whatever it overrides.  `type(key)`, not isinstance: an object can claim any
     `__class__`."""
     return table.get(str.lower(str.strip(key))) if issubclass(type(key), str) else None  # type: ignore[arg-type]
 
@@ -294,10 +295,8 @@ WORDINGS = (
 
 def build_prompt(size: int = 6, target: int = 2048, keys: str = "bepo", wording: int = 0) -> str:
     """The user's message: the task in one of the WORDINGS, then the rules."""
-    up, down, left, right = tuple(LAYOUTS[keys])
-    return (WORDINGS[wording] + RULES).format(
-        size=size, target=target, up=up, down=down, left=left, right=right, modules=", ".join(ALLOWED_MODULES)
-    )
+    names = dict(zip(DIRECTIONS, LAYOUTS[keys], strict=True), modules=", ".join(ALLOWED_MODULES))
+    return (WORDINGS[wording] + RULES).format(size=size, target=target, **names)
 
 
 _SPELLED_OUT = re.compile(r"(analysis|commentary|final)(?=[^\W_]|[\"'`*#<])")  # a channel's name, then its text at once
@@ -493,7 +492,7 @@ def find_cheating(source: str) -> str:
 #
 # trainer -> a worker per core (trusted referee: games, seeds, clock, score) -> its zygote -> a jailed player per game.
 # A player only turns boards into keys.  Its first message says that the jail holds; everything after it is a claim.
-# A player lives for one game and a game is played once: no game can influence another, and luck cannot be tried again.
+# A player lives for one game and a game is played once, so no game influences another and no bad game is repeated.
 
 
 @dataclass(frozen=True)
@@ -520,7 +519,7 @@ class Job:
     target: int = 2048
     keys: str = "bepo"
     timeout: float = 5.0  # CPU seconds for a game's first thousand moves, and again for each further thousand
-    completion: bool = False
+    completion: bool = False  # text is a model's answer: its program is extracted, and does not play if it cheats
     reasons: bool = False  # the model was asked to think before it answers: see final_channel
     record: bool = False  # keep the moves
 
@@ -567,8 +566,7 @@ SYSTEM_CALLS = {
     "x86_64": {"read": 0, "write": 1, "mmap": 9, "munmap": 11, "brk": 12, "rt_sigreturn": 15, "mremap": 25,
                "exit": 60, "gettimeofday": 96, "clock_gettime": 228, "exit_group": 231},
     "aarch64": {"read": 63, "write": 64, "mmap": 222, "munmap": 215, "brk": 214, "rt_sigreturn": 139, "mremap": 216,
-                "exit": 93, "gettimeofday": 169, "clock_gettime": 113, "exit_group": 94},
-}  # fmt: skip
+                "exit": 93, "gettimeofday": 169, "clock_gettime": 113, "exit_group": 94}}  # fmt: skip
 _PROT_EXEC, _MAP_ANONYMOUS = 0x4, 0x20
 _MAP_OTHER = 0xFFFFFFFF & ~(_MAP_ANONYMOUS | 0x2 | 0x4000 | 0x20000)  # all but MAP_PRIVATE, MAP_NORESERVE, MAP_STACK
 # Call -> conditions: offset of half an argument in struct seccomp_data, mask, whether one of its bits has to be set.
@@ -578,8 +576,7 @@ CONDITIONS = {
     "mmap": ((16, 0xFFFFFFFF, False), (20, 0xFFFFFFFF, False), (32, _PROT_EXEC, False), (40, _MAP_OTHER, False),
              (40, _MAP_ANONYMOUS, True)),
     "mremap": ((40, 0x2 | 0x4, False),),  # MREMAP_FIXED, MREMAP_DONTUNMAP
-    "clock_gettime": ((16, 0x80000000, False),),
-}  # fmt: skip
+    "clock_gettime": ((16, 0x80000000, False),)}  # fmt: skip
 
 
 def seccomp_filter(machine: str) -> bytes:
@@ -793,7 +790,7 @@ def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
 _PROCESS = "the player's process"
 
 
-@dataclass
+@dataclass(eq=False)
 class GameOver(Exception):
     """A game has ended or has to end: its outcome, and why."""
 
@@ -1078,7 +1075,7 @@ class _Worker:
             self._process.kill()
 
     def check(self) -> None:
-        """Wait until it is ready.  Raises JailError when its canary got out, or no player could be jailed."""
+        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong."""
         line = self._exchange("", LIMITS.start_seconds)
         if line is None or line["refusal"]:
             self._end()
@@ -1179,7 +1176,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()  # each wait of a worker's has a limit
+                thread.join()  # no timeout: every wait inside _Worker.judge has one
             if errors:
                 raise errors[0]
         except BaseException:  # with Ctrl-C, nobody waits for the games under way
@@ -1212,10 +1209,9 @@ def shared_pool(jailed: bool | None = None) -> Pool:
         return _shared[0]
 
 
-def execute_strategies(
-    sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048, keys: str = "bepo",
-    timeout: float = 5.0, record: bool = False, pool: Pool | None = None,
-) -> list[list[GameResult]]:  # fmt: skip
+def execute_strategies(sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048,
+                       keys: str = "bepo", timeout: float = 5.0, record: bool = False,
+                       pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
     """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.  Never
     raises for what a strategy does; ValueError for a game that cannot be.  `timeout` as in Job."""
     parts = [tuple(seeds[i : i + 4]) for i in range(0, len(seeds), 4)]  # small parts keep all workers busy to the end
@@ -1235,7 +1231,7 @@ CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
 
 
-_judge_batch = lru_cache(maxsize=2)(lambda jobs: shared_pool().judge(jobs))
+_judge_batch = lru_cache(maxsize=2)(lambda jobs: shared_pool().judge(jobs))  # all reward functions ask for a batch
 
 
 def completion_text(completion: Any) -> str:
@@ -1321,7 +1317,7 @@ class Curriculum:
 
     def __init__(self, target: int, bar: float = 0.9, groups: int = 8) -> None:
         self.bar = bar
-        self.target = target  # the last one
+        self.target = target  # the newest; `since` has all
         self.since: list[tuple[int, int]] = [(0, target)]  # (first step of a target, target)
         self.recent: deque[float] = deque(maxlen=groups)  # shares of won games at the last target
 
@@ -1357,7 +1353,7 @@ class GameOptions:
     size: int = 6  # cells along each side of the board
     target: int = 2048  # the tile that wins
     keys: Layout = "bepo"  # keyboard layout of the four moves
-    timeout: Annotated[float, (0.01, 3600.0)] = 5.0  # CPU seconds for a game's first thousand moves; then per thousand
+    timeout: Annotated[float, (0.01, 3600.0)] = 5.0  # CPU seconds for a game's first 1,000 moves, again per 1,000 more
     unsafe_no_jail: bool = False  # run model-written code without seccomp; the result records it
 
 
@@ -1368,14 +1364,14 @@ class ModelOptions:
     reasoning: Literal["none", "low", "medium", "high"] = "none"  # analysis before the answer; none: answer at once
     temperature: Annotated[float, (0.01, 10.0)] = 1.0  # of sampling, in training and evaluation
     max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 200, with reasoning 1024 to 4096
-    max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; 0: 568 + max_new_tokens
+    max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; at least 568 + max_new_tokens
     eval_batch_size: Annotated[int, (1, 1024)] = 32  # completions generated at a time in evaluation
-    load_in_4bit: bool = True  # on a GPU
-    load_in_16bit: bool = False  # on a GPU with 80 GB or more, instead
+    load_in_4bit: bool = True  # 4-bit weights, on a GPU
+    load_in_16bit: bool = False  # 16-bit weights instead; needs a GPU of 80 GB
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_new_tokens or REASONING[self.reasoning]
-        self.max_seq_length = self.max_seq_length or PROMPT_TOKENS + self.max_new_tokens
+        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + self.max_new_tokens)
 
 
 @dataclass(kw_only=True)
@@ -1386,7 +1382,7 @@ class CommonOptions:
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     steps: Annotated[int, (1, 10**7)] = 300  # optimizer steps
     minutes: Annotated[float, (0.0, 1e6)] = 0.0  # stop training after this time; 0: no limit
-    games: Annotated[int, (1, 10**4)] = 64  # held-out boards; a program of its own plays each
+    games: Annotated[int, (1, 10**4)] = 64  # held-out boards, each played by a freshly sampled program
     output_dir: Path = Path("outputs")  # where the run's folder is created
     run_name: str = ""  # name of the run's folder; default: the model and the time
     resume: bool = False  # continue the newest run in --output-dir; naming a run again with --run-name continues it too
@@ -1402,10 +1398,10 @@ class GRPOOptions:
     batch_size: Annotated[int, (1, 1024)] = 8  # completions in a forward pass
     accumulation: Annotated[int, (1, 1024)] = 4  # forward passes in a step: batch_size * accumulation completions
     boards: Annotated[int, (1, 64)] = 4  # boards that every completion of a group plays
-    wordings: Annotated[int, (1, len(WORDINGS) - 1)] = len(WORDINGS) - 1  # of the task, used in turn
+    wordings: Annotated[int, (1, len(WORDINGS) - 1)] = len(WORDINGS) - 1  # of the prompt, used in turn
     learning_rate: Annotated[float, (0.0, 1.0)] = 2e-5  # peak, after the warm-up
     lr_schedule: Literal["linear", "constant"] = "constant"  # after the warm-up: down to 0, or constant at first
-    decay_steps: Annotated[float, (0.0, 1e6)] = 0.4  # final steps in which a constant rate falls to 0; below 1 a share
+    decay_steps: Annotated[float, (0.0, 1e6)] = 0.4  # last steps, in which the rate falls to 0; below 1 a share of all
     warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak; below 1 a share of all steps
     weight_decay: Annotated[float, (0.0, 1.0)] = 0.001
     max_grad_norm: Annotated[float, (0.0, 1e6)] = 1.0  # gradients are clipped to this norm
@@ -1434,9 +1430,9 @@ class RunOptions:
     keep: Annotated[int, (1, 10**6)] = 3  # newest checkpoints to keep, besides the best
     patience: Annotated[int, (1, 10**7)] = 20  # steps in a row with nothing to learn that end training
     repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
-    kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # nats a token; runs that learn stay below 0.2
+    kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
-    finalists: Annotated[int, (1, 1000)] = 6  # programs of the run that play for the place of the best
+    finalists: Annotated[int, (1, 1000)] = 6  # programs with the largest tiles, from which the best is chosen
     quiet: bool = False  # print only the result
 
 
@@ -1444,25 +1440,23 @@ class RunOptions:
 class TrainConfig(CommonOptions, GameOptions, ModelOptions, GRPOOptions, RunOptions):
     """Train a model with GRPO.  Then compare it, on held-out boards, with the untrained model and two controls.
 
-    The defaults are the stable recipe for gpt-oss-20b.  The embedded model (EMBEDDED) and the published recipe
-    (PUBLISHED) have numbers of their own; --help shows those that apply.
+    The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own; --help
+    shows those of the given --model and --recipe.
     """
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 75, "generations": 48, "batch_size": 48, "accumulation": 1, "boards": 1,
-    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
-}  # fmt: skip
+    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
     "scale_rewards": "group", "save_steps": 100, "curriculum": False, "flat_reward": True, "cut_off_price": 0.0,
-    "skip_flat_groups": False, "max_grad_norm": 1.0,
-}  # fmt: skip
+    "skip_flat_groups": False, "max_grad_norm": 1.0}  # fmt: skip
 
 
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:
-    """The numbers that hold where the command line gives none."""
+    """Defaults of the options for a model, a recipe and a reasoning effort."""
     numbers: dict[str, Any] = {"model": model, "reasoning": reasoning if reasoning in REASONING else "none"}
     numbers |= (EMBEDDED if model == "tiny" else {}) | (PUBLISHED if recipe == "published" else {})
     return TrainConfig(**numbers)
@@ -1473,7 +1467,7 @@ class EvalOptions:
     """What is evaluated, and how often."""
 
     model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
-    games: Annotated[int, (1, 10**4)] = 64  # held-out boards; a program of its own plays each
+    games: Annotated[int, (1, 10**4)] = 64  # held-out boards; a model samples one program for each
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of sampling
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
@@ -1503,7 +1497,16 @@ AnyConfig = TrainConfig | EvalConfig
 
 
 def check_config(config: Any) -> None:
-    """Raise UsageError for options that do not go together."""
+    """Raise UsageError for a number out of its range, and for options that do not go together."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        for low, high in getattr(hint, "__metadata__", ()):
+            if not low <= (value := getattr(config, name)) <= high:
+                raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
+    usual = {"watch": False, "json": False, "resume": False, "recipe": "stable", "loader": "unsloth", "vllm_server": ""}
+    needs = [f"--{name.replace('_', '-')}" for name in usual if getattr(config, name, usual[name]) != usual[name]]
+    needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
+    if ALONE and needs:
+        raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
     try:
         if isinstance(config, GameOptions):
             check_game(config.size, config.target)
@@ -1513,13 +1516,12 @@ def check_config(config: Any) -> None:
         raise UsageError("--seeds needs at least one number")
     if not isinstance(config, TrainConfig):
         return
+    if config.run_name != Path(config.run_name).name or config.run_name == "..":
+        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
     together = config.batch_size * config.accumulation
     if together % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
                          f"({config.generations})")  # fmt: skip
-    if ALONE and (config.model in ("auto", "tiny") or config.loader != "unsloth" or config.vllm_server):
-        raise UsageError(f"--model {config.model} with --loader {config.loader} needs the folder toolkit/ beside this "
-                         "file: name a model's folder")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1824,9 +1826,9 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         **(server if config.vllm_server else {}),
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
+        save_strategy="no" if ALONE else "steps",
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
-        use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu,
-    )  # fmt: skip
+        use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
     make = trainer_class(rollouts, config, run)
     return make(model=model, processing_class=tokenizer, args=arguments, train_dataset=rows,
                 reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
@@ -1871,17 +1873,19 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     with runs.blaming_the_folder(run):
         progress = learn(model, tokenizer, config, run, view)
         assert progress  # not alone
-        evaluator = Evaluator(config)
-        after = partial(evaluator.evaluate_model, model, tokenizer)
-        return results.conclude(evaluator, progress, after, run, pool.jailed, started, console)
+        return results.conclude(progress, partial(progress.evaluator.evaluate_model, model, tokenizer), pool.jailed,
+                                started, console)  # fmt: skip
 
 
 def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Training without the toolkit: the algorithm, rollouts.jsonl and the adapter, and nothing else."""
     run = config.output_dir / (config.run_name or time.strftime("%Y%m%d-%H%M%S"))
-    run.mkdir(parents=True)
     shared_pool(jailed=not config.unsafe_no_jail)
     model, tokenizer = load_model(config.model, config, console.print)
+    try:
+        run.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{run} cannot be created ({error.strerror}): choose another --run-name") from None
     learn(add_adapters(model, config), tokenizer, config, run, console)
     console.print(f"the adapter is in {run / 'adapter'}; evaluation, checkpoints and pages need the folder toolkit/")
     return {"run": str(run), "steps": config.steps, "jailed": shared_pool().jailed}
@@ -1905,16 +1909,16 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     from toolkit import machine, programs, watch
 
     started = time.monotonic()
-    source = read_strategy(Path(config.model)) if config.model.endswith(".py") else None
-    config.model = machine.resolve_model(config.model)
-    if source is None:
-        machine.check_model(config.model, config.reasoning)
-    pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
-    if source is not None:
+    if config.model.endswith(".py"):
+        source = read_strategy(Path(config.model))
+        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
         if pool.judge([Job(source, ())])[0].works == "none":
             raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
         score = programs.evaluate_program(evaluator, source)
     else:
+        config.model = machine.resolve_model(config.model)
+        machine.check_model(config.model, config.reasoning)
+        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
         score = evaluator.evaluate_model(*load_model(config.model, config, partial(console.print, soft_wrap=True)))
     controls = {name: dataclasses.asdict(control) for name, control in programs.evaluate_controls(evaluator).items()}
     summary = {"model": config.model, **dataclasses.asdict(score), "controls": controls,
@@ -1929,9 +1933,8 @@ def play(config: PlayConfig, console: Console) -> dict[str, Any]:
 
     source = read_strategy(config.file)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
-    results = execute_strategies(
-        [source], config.seeds, config.size, config.target, config.keys, config.timeout, record=True
-    )[0]
+    (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys, config.timeout,
+                                    record=True)  # fmt: skip
     if config.watch:
         from toolkit.watch import replay
 
@@ -1941,9 +1944,8 @@ def play(config: PlayConfig, console: Console) -> dict[str, Any]:
     for r in results:
         table.add_row(*map(str, (r.seed, r.outcome, r.steps, r.max_tile, r.score)), f"{r.seconds:.3f}", r.detail)
     console.print(table)
-    games = {str(r.seed): dataclasses.asdict(r) for r in results}
     return {"file": str(config.file), "size": config.size, "target": config.target, "keys": config.keys,
-            "games": games, "jailed": pool.jailed}  # fmt: skip
+            "games": {str(r.seed): dataclasses.asdict(r) for r in results}, "jailed": pool.jailed}  # fmt: skip
 
 
 def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]]:
@@ -1969,19 +1971,19 @@ def parse_arguments(argv: list[str]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit code: see toolkit/cli.py."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, known = list(sys.argv[1:] if argv is None else argv), commands()
     if not ALONE:
         from toolkit import cli
 
-        return cli.main(partial(parse_arguments, argv), commands()[cli.split(argv, commands())[0]][1])
+        return cli.main(partial(parse_arguments, argv), known[cli.split(argv, known)[0]][1])
     import tyro
     from rich.console import Console
 
     name, *rest = argv if argv[:1] and argv[0][:1] != "-" else ("train", *argv)
     try:
-        if name not in commands():
+        if name not in known:
             raise UsageError(f"{name} needs the folder toolkit/ beside {Path(__file__).name}")
-        kind, run = commands()[name]
+        kind, run = known[name]
         config = tyro.cli(kind, args=rest, config=(tyro.conf.PositionalRequiredArgs,))
         check_config(config)
         run(config, Console(markup=False, emoji=False, highlight=False))

@@ -73,7 +73,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._to)  # on which it ends by itself
+        os.close(self._to)  # the browser then ends by itself
         os.close(self._from)
         if not wait_until(lambda: os.waitpid(self._pid, os.WNOHANG) != (0, 0), 10):
             with contextlib.suppress(ProcessLookupError):
@@ -101,7 +101,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, file: Path) -> None:
-        """Load a file, and wait until it is there."""
+        """Load a file, and wait until it is loaded."""
         self._browser.events.clear()
         self.call("Page.navigate", url=file.absolute().as_uri())
         if not wait_until(lambda: self.run("location.protocol == 'file:' && document.readyState == 'complete'")):
@@ -109,12 +109,12 @@ class Page:
 
     def events(self, method: str) -> list[dict[str, Any]]:
         """The parameters of all events of a kind since the page was opened."""
-        self.run("0")  # what has happened before is told before the answer
+        self.run("0")  # earlier events arrive before the answer
         return [event["params"] for event in self._browser.events
                 if event.get("sessionId") == self._session and event["method"] == method]  # fmt: skip
 
     def problems(self) -> list[str]:
-        """Everything that stands in the console, and every error of a script."""
+        """All messages of the console, and every error of a script."""
         logged = [str(event["entry"]["text"]) for event in self.events("Log.entryAdded")]
         called = [str(event["args"]) for event in self.events("Runtime.consoleAPICalled")]
         return logged + called + [str(event["exceptionDetails"]) for event in self.events("Runtime.exceptionThrown")]

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Of a file, and of LIBRARIES, all tests go to one process."""
+    """All tests of a file go to one process, and so do all files of LIBRARIES."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = file_of(nodeid)
@@ -80,7 +80,7 @@ def lone() -> Iterator[program.Pool]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """A finished run: its folder, result, stderr and rollouts."""
 
     folder: Path
     result: dict[str, Any]
@@ -97,7 +97,7 @@ def common(worker_id: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def one_after_the_other(folder: Path, name: str) -> Iterator[None]:
-    """Of two processes one makes what both need, and the other waits for it."""
+    """Hold a lock, so that only one process makes what all need."""
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -117,7 +117,7 @@ def base(common: Path) -> Path:
 
 
 def flags(**changes: object) -> list[str]:
-    """The command line of the short run, with other numbers where they are given."""
+    """The command line of the short run, with some numbers replaced."""
     numbers = NUMBERS | {name.replace("_", "-"): value for name, value in changes.items()}
     return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
 
@@ -140,7 +140,7 @@ def early(request: pytest.FixtureRequest, common: Path) -> None:
 
 @pytest.fixture(scope="session")
 def trained(common: Path) -> Run:
-    """A few steps of training through the command line, which all tests share that only read what a run leaves."""
+    """A few steps of training through the command line, shared by all tests that only read a run's files."""
     out = begin_training(common)
     done = preloaded.finished(out)
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repositories[name] = {"private": False, "files": files}
 
     def environment(self, home: Path) -> dict[str, str]:
-        """What makes a program take this hub for the only one, with an empty cache."""
+        """Environment variables that make this the only hub, with an empty cache."""
         kept = {
             name: value for name, value in os.environ.items() if name != "HF_TOKEN" and not name.endswith("_OFFLINE")
         }  # which libraries set for one another

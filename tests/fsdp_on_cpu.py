@@ -28,5 +28,5 @@ if __name__ == "__main__":
 
     PartialState.__init__, fsdp.fully_shard = as_gpu, counted
     code = program.main()
-    sys.stderr.write(f"calls of fully_shard: {count}\n")  # in one piece: print's are another process's to step between
+    sys.stderr.write(f"calls of fully_shard: {count}\n")  # one write, which no other process splits
     sys.exit(code)

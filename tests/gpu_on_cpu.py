@@ -39,7 +39,7 @@ H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY
                        is_integrated=0, warp_size=32, gcnArchName="")  # fmt: skip
 IS_CUDA: Any = torch.Tensor.is_cuda
 RANDOM = torch.zeros(16, dtype=torch.uint8)
-ANSWERS: dict[str, Any] = {  # of torch.cuda, whatever it is asked
+ANSWERS: dict[str, Any] = {  # of torch.cuda, to any arguments
     "is_available": True, "is_initialized": True, "device_count": RANKS, "current_device": 0,
     "get_device_name": H200.name,
     "get_device_properties": H200, "get_device_capability": (H200.major, H200.minor), "is_bf16_supported": True,
@@ -63,7 +63,7 @@ class Device(contextlib.nullcontext[None]):
 
 
 class Redirected(TorchFunctionMode):
-    """Whatever should go to a GPU stays on the CPU, and says that it is on the GPU."""
+    """Tensors that should go to a GPU stay on the CPU and say that they are on the GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -82,7 +82,7 @@ class Redirected(TorchFunctionMode):
 
 
 def on_cpu(value: Any, number: bool) -> Any:
-    """ "cuda" in any form -> "cpu"; all else as it was.  A number may be a device's."""
+    """ "cuda" in any form -> "cpu"; everything else stays as it is.  A number may be a device's."""
     is_gpu = str(value).startswith("cuda") if isinstance(value, (str, torch.device)) else number and type(value) is int
     return torch.device("cpu") if is_gpu else value
 
@@ -137,7 +137,7 @@ def become_gpu() -> None:
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     flex.flex_attention = flex_attention  # type: ignore[assignment]
     bitsandbytes.functional.lib = Native(bitsandbytes.functional.lib)
-    # Written in Triton, for heads of 512, and the loader asks for it in any case.
+    # It is written in Triton for heads of 512, and the loader always imports it.
     sys.modules["unsloth.kernels.large_head_attention"] = SimpleNamespace(patch_large_head_attention=lambda _: None)  # type: ignore[assignment]
     sys.modules["openenv"] = None  # type: ignore[assignment]  # where it is installed, unsloth imports it for seconds
     sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ FOR_EVER = "def strategy(board):\n    while True:\n        pass\n"
 
 
 def without_seconds(results: Iterable[program.GameResult]) -> list[program.GameResult]:
-    """Results without the one field that no two runs share."""
+    """Results without the seconds, the one field that differs between runs."""
     return [dataclasses.replace(result, seconds=0.0) for result in results]
 
 
@@ -44,7 +44,7 @@ def read_stat(pid: int) -> tuple[str, int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs; a zombie, which only waits for its parent's look, does not."""
+    """Whether a process still runs.  A zombie does not."""
     return read_stat(pid)[0] not in ("", "Z", "X")
 
 
@@ -66,7 +66,7 @@ def cmdline(pid: int) -> bytes:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
-    """Wait for a condition, far longer than it should take; whether it came."""
+    """Wait until a condition holds, much longer than it should take.  Returns whether it holds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -124,7 +124,7 @@ def install(code: Sequence[tuple[int, int, int, int]]) -> None:
 
 
 def install_docker_profile() -> None:
-    """Docker's default profile, as far as it can be felt here: its refusals, and clone without new namespaces."""
+    """Docker's default profile as far as it matters here: its refusals, and clone without new namespaces."""
     code = [(LOAD, 0, 0, 0)]
     for number in DOCKER_DENIES.values():
         code += [(EQUAL, 0, 1, number), (GIVE, 0, 0, ERRNO | errno.EPERM)]
@@ -134,7 +134,7 @@ def install_docker_profile() -> None:
 
 
 def enter_user_namespace() -> None:
-    """Move to a user namespace whose only user and group are 0, as rootless containers may have it."""
+    """Move to a user namespace whose only user and group are 0, as in some rootless containers."""
     user, group = os.geteuid(), os.getegid()
     if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER
         raise OSError(ctypes.get_errno(), "unshare")
@@ -150,7 +150,7 @@ def install_filter_on_seccomp(error: int) -> None:
 
 
 def simulate(code: bytes, architecture: int, number: int, arguments: Sequence[int] = (0,) * 6) -> int:
-    """What a filter answers to a system call: a small interpreter of the classic BPF that seccomp takes."""
+    """What a filter answers to a system call, by a small interpreter of seccomp's classic BPF."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments)
     program_counter, accumulator = 0, 0
     while True:
@@ -169,14 +169,14 @@ ARGUMENTS = (0, 4096, 3, 0x20, -1, 0)  # to mmap a mapping that the filter allow
 
 
 def _attempt_from(first: int, report: int) -> None:
-    """In a jailed child: try every system call from `first` on, and write what came of each."""
+    """In a jailed child: try every system call from `first` on, and write the result of each."""
     parent = os.getppid()
     jail = program.Jail()
     libc = ctypes.CDLL(None, use_errno=True)
     program.limit_resources(10)
     jail.enter(parent)
     for number in range(first, 1024):
-        os.write(report, struct.pack("=ii", number, -1))  # the last that is heard where it does not return
+        os.write(report, struct.pack("=ii", number, -1))  # the last record if the call does not return
         ctypes.set_errno(0)
         failed = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, ARGUMENTS)) == -1
         os.write(report, struct.pack("=ii", number, ctypes.get_errno() if failed else 0))

@@ -169,7 +169,7 @@ class Fork:
         return self._code
 
     def send_signal(self, sig: int) -> None:
-        """Not to a process that has ended: its number may be another's by now."""
+        """Send a signal unless the process has ended, because its number may be reused."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -183,7 +183,7 @@ class Server:
     _process: subprocess.Popen[bytes] | None = None  # where it was started here
 
     def __init__(self, name: str, *mode: str, env: Mapping[str, str] | None = None) -> None:
-        """Servers of one name are one; who comes first starts it.  `gpu` as the mode: on a CPU that plays a GPU."""
+        """The first process to ask for a name starts its server.  Mode `gpu`: on a CPU that plays a GPU."""
         address = f"\0gpt-2048-tests-{name}"  # vanishes with its owner
         self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         while self._requests.connect_ex(address):
@@ -212,7 +212,7 @@ class Server:
         return Fork(int(reply.readline()), reply)
 
     def close(self) -> None:
-        """Runs under way go on."""
+        """Close the connection.  Runs under way go on."""
         self._requests.close()
         if self._process:
             self._process.wait()
@@ -287,7 +287,7 @@ def run(
 
 
 def call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function of a test module where the libraries are imported; its failure is the caller's."""
+    """Call a test module's function in a fork that has the libraries.  Its failure fails the caller."""
     if GPU:
         return function(*map(str, arguments))
     done = run(*arguments, script=f"{function.__module__}:{function.__qualname__}")

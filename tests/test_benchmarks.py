@@ -1,4 +1,4 @@
-"""The GPU benchmark, on the machine that is there: it runs, its figures belong together, and it can be carried."""
+"""The GPU benchmark: it runs on this machine, its figures are consistent, and its wheels can be carried along."""
 
 from __future__ import annotations
 

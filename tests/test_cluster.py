@@ -39,7 +39,7 @@ NUMBERS = ("--model", "tiny", "--steps", 2, "--generations", 4, "--accumulation"
 
 @dataclass(frozen=True)
 class Run:
-    """What such a run left behind."""
+    """A finished run: its folder, result and stderr."""
 
     folder: Path
     result: dict[str, Any]
@@ -67,7 +67,7 @@ def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
 
 @pytest.mark.slow
 def test_the_adapter_is_whole(spread: Run) -> None:
-    """Both halves of every matrix, and moved by training: LoRA's B starts at 0."""
+    """Training moved both halves of every matrix.  LoRA's B starts at 0."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
@@ -89,7 +89,7 @@ def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
 
 @pytest.mark.slow
 def test_transformers_alone_start_from_the_same_model(spread: Run, trained: conftest.Run) -> None:
-    """Before training, and spread over two processes, it writes and plays the same programs as Unsloth's."""
+    """The untrained model, spread over two processes, writes the same programs as Unsloth's."""
     assert spread.result["before"] == trained.result["before"]
 
 

@@ -17,7 +17,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def enter(folder: Path, *command: str) -> str:
-    """What a command prints that the container's entry point runs in a folder."""
+    """What a command prints when the container's entry point runs it in a folder."""
     entry = str(ROOT / "docker-entrypoint.sh")
     done = subprocess.run([entry, *command], cwd=folder, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
@@ -37,7 +37,7 @@ def test_what_is_written_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> N
 
 
 def test_whoever_is_not_root_stays_who_he_is(tmp_path: Path) -> None:
-    """docker run --user, and an engine without root, whose root is the caller."""
+    """docker run --user, and a rootless engine, where root is the caller."""
     assert enter(tmp_path, "id", "-u") == str(os.getuid())
 
 
@@ -48,7 +48,7 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
 
 
 def test_libraries_are_compiled_once_and_not_at_every_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever the container runs as may not write beside them, and so each start took twice its time."""
+    """The container's user may be unable to write .pyc files beside them; then each start took twice as long."""
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "library.py").write_text("a = 1")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -71,7 +71,7 @@ def test_strategies_are_jailed_in_there(tmp_path: Path) -> None:
     code = f"""import os, gpt_2048_rl as program
 ((result,),) = program.execute_strategies([{HONEST!r}], (1,), target=256)
 print(os.getuid(), program.shared_pool().jailed, result.outcome)"""
-    python = "/usr/bin/python3"  # this one may be closed to others, as all that is root's own
+    python = "/usr/bin/python3"  # other users may be unable to read root's own Python
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False).returncode:
         pytest.skip(f"{python} is older than 3.11")
     command = [str(ROOT / "docker-entrypoint.sh"), python, "-c", code]

@@ -153,7 +153,7 @@ def test_case_and_blanks_around_a_key_do_not_matter(layout: str) -> None:
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
 @pytest.mark.parametrize("key", ["é", "É"])
 def test_e_acute_counts_composed_and_decomposed(key: str, form: str) -> None:
-    """Both normal forms of "é" are up: which one a tokenizer or an editor writes is not the player's choice."""
+    """Both normal forms of "é" are up, because tokenizers and editors decide which one is written."""
     assert program.direction_of(unicodedata.normalize(form, key), program.key_table("bepo")) == 0  # type: ignore[arg-type]
 
 
@@ -203,7 +203,7 @@ def test_q_gives_up_where_it_is_no_key(layout: str) -> None:
 
 
 def test_a_str_subclass_is_read_by_its_real_characters() -> None:
-    """A strategy may return a str whose methods lie; what counts is the text that it holds."""
+    """A strategy may return a str subclass with lying methods.  Its text counts."""
 
     class Liar(str):
         __slots__ = ()
@@ -278,7 +278,7 @@ def test_rendering_has_a_colour_for_every_tile() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_prompt_and_engine_agree_on_the_keys(layout: str) -> None:
-    """What the prompt calls the key for "up" is the key that the engine takes for up, and so on."""
+    """The prompt's key for each direction is the engine's."""
     table = program.key_table(layout)
     named = re.findall(r'"(\S+?)" for (up|down|left|right)', program.build_prompt(keys=layout))
     assert [name for _, name in named] == list(DIRECTIONS)
@@ -296,7 +296,7 @@ def test_the_prompts_example_is_a_strategy_of_its_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("wording", range(len(program.WORDINGS)))
 def test_prompt_names_size_and_target_in_every_wording(wording: int) -> None:
-    """Numbers that stand nowhere else, so that a default left in the text would show."""
+    """Unusual numbers, so that a default left in the text shows."""
     prompt = program.build_prompt(7, 8192, "wasd", wording)
     task = prompt.split("\n")[0]
     assert ("7" in task, "8192" in task) == (True, True)
@@ -317,5 +317,5 @@ def test_prompt_asks_for_one_short_native_function_in_a_fence() -> None:
 
 
 def test_all_wordings_differ() -> None:
-    """The last is kept for evaluation, which would be empty words if it were among the others."""
+    """The last wording is for evaluation, so it differs from all others."""
     assert len({wording.casefold() for wording in program.WORDINGS}) == len(program.WORDINGS) > 1

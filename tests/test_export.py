@@ -107,7 +107,7 @@ def test_weights_that_were_mxfp4_come_back_exactly() -> None:
 
 
 def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
-    """Against a search through every value at every scale near by, which knows nothing of exponents."""
+    """Against an exhaustive search over all values and nearby scales."""
     import torch
 
     weights = torch.randn(32, 40, generator=torch.Generator().manual_seed(3))
@@ -195,7 +195,7 @@ def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:
 def test_an_embedded_model_that_left_the_cache_is_made_again(
     learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of the base model came first, and said that there is no such folder."""
+    """The base model was checked first, and the message said that there is no such folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = shutil.copytree(learned / "adapter", tmp_path / "adapter")
     config = json.loads((source / "adapter_config.json").read_text())
@@ -236,7 +236,7 @@ def loaded(folder: Path) -> Any:
 def test_the_merged_model_has_the_weights_of_the_adapted_one(
     learned: Path, expected: torch.Tensor, tmp_path: Path
 ) -> None:
-    """And so computes the same, but for bfloat16, which sends a token to another expert here and there."""
+    """It computes the same up to bfloat16's rounding, which sends a few tokens to another expert."""
     import torch
     from peft import AutoPeftModelForCausalLM
 
@@ -272,7 +272,7 @@ def test_mxfp4_is_really_written_and_loads_in_transformers(learned: Path, mxfp4:
 
 
 def test_a_model_that_came_in_mxfp4_can_be_exported_too(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
-    """gpt-oss is published so.  transformers, told to save such a model, left out the experts of every layer."""
+    """gpt-oss is published in MXFP4.  transformers saved such a model without any layer's experts."""
     import torch
     from peft import PeftModel
 
@@ -366,7 +366,7 @@ def test_too_little_room_is_said_before_anything_is_loaded(
 
 @pytest.mark.slow
 def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
-    """A server that speaks the hub's protocol, as far as an upload needs it."""
+    """To a server that speaks the part of the hub's protocol that uploads need."""
     folder = tmp_path / "lora"
     with FakeHub(token="hf_right") as hub:
         done = run("export", learned, "--output-dir", folder, "--push-to-hub", "me/mine", "--json",

@@ -113,7 +113,7 @@ def test_every_cut_of_a_fenced_answer_is_none() -> None:
 
 
 def test_what_is_found_always_parses() -> None:
-    """Of an unfenced answer, cut anywhere, comes None or Python with a strategy in it."""
+    """An unfenced answer, cut anywhere, gives None or Python with a strategy in it."""
     for i in range(len(HELPED)):
         if found := extract_function(HELPED[:i]):
             assert "strategy" in {n.name for n in ast.parse(found).body if isinstance(n, ast.FunctionDef)}
@@ -191,7 +191,7 @@ def test_harmony_straight_to_the_final_channel() -> None:
 
 
 def test_harmony_a_second_turn_is_not_read() -> None:
-    """What a model writes after it has ended its own turn is no answer."""
+    """Text after the end of the model's turn is no answer."""
     text = f"<|channel|>final<|message|>{FENCED}\n<|return|><|start|>user<|message|>```python\n{OTHER}\n```"
     assert extract_function(text) == PLAIN
 
@@ -264,7 +264,7 @@ def test_what_a_strategy_reads_may_stand_below_it(below: str) -> None:
 
 
 def test_the_lines_of_a_string_keep_their_blanks() -> None:
-    """dedent() empties lines that are blank, also inside of strings, which are then others."""
+    """dedent() empties blank lines, even inside strings, and so changes those strings."""
     code = 'def strategy(board):\n    x = """\n   \n"""\n    return "a" if len(x) == 5 else "u"'
     assert extract_function(f"```python\n{code}\n```") == code
 
@@ -336,14 +336,14 @@ HOSTILE = {
 @pytest.mark.parametrize("fenced", [False, True])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_text_gives_none_or_a_source(text: str, fenced: bool) -> None:
-    """Never an exception, in the extraction or in the look at what it found; such text killed in-process trainers."""
+    """Neither extraction nor `find_cheating` raises.  Such text killed in-process trainers."""
     found = extract_function(f"```python\n{text}\n```" if fenced else text)
     assert found is None or ("def strategy" in found and find_cheating(found) == "")
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_source_does_not_upset_the_look_for_cheating(text: str) -> None:
-    """It reads raw sources too, from files."""
+    """It also reads raw sources from files."""
     assert isinstance(find_cheating(text), str)
 
 
@@ -419,7 +419,7 @@ def test_a_name_of_its_own_scope_is_honest(source: str) -> None:
 
 @pytest.mark.parametrize(("source", "reason"), CHEATING.values(), ids=CHEATING.keys())
 def test_finds_cheating(source: str, reason: str) -> None:
-    """It says what it found, in words that start alike."""
+    """The reason names what was found; reasons of one kind begin alike."""
     assert find_cheating(source).startswith(reason)
 
 
@@ -459,12 +459,12 @@ def test_honest_code_is_clean(source: str) -> None:
 
 @pytest.mark.parametrize("module", program.ALLOWED_MODULES)
 def test_every_allowed_module_is_clean_to_import(module: str) -> None:
-    """The one list that the prompt, the jail and this look read."""
+    """The prompt, the jail and `find_cheating` read one list."""
     assert find_cheating(f"import {module}\nfrom {module} import *\n{PLAIN}") == ""
 
 
 def test_a_chain_of_600_branches_does_not_run_out_of_stack() -> None:
-    """Each elif lies inside the one before: a recursive look at the tree ended in a RecursionError."""
+    """Each elif is nested in the one before, so a recursive walk over the tree ended in a RecursionError."""
     chain = "".join(f"    elif board[0][0] == {i}: return 'u'\n" for i in range(600))
     source = f"def strategy(board):\n    if not board: return 'a'\n{chain}    return eval('1')"
     assert extract_function(f"```python\n{source}\n```") == source

@@ -136,7 +136,7 @@ def strategy(board):
 
 @pytest.mark.parametrize("source", GAMES.values(), ids=GAMES.keys())
 def test_games_of_one_job_equal_games_played_alone(pool: Pool, source: str) -> None:
-    """Nothing that a strategy does in one game is seen in another, up to the text of its errors."""
+    """No game sees what a strategy did in another, and the text of its errors is the same."""
 
     def comparable(results: list[GameResult]) -> list[GameResult]:
         # Python 3.12 adds where the stack ended: "while calling a Python object"
@@ -164,7 +164,7 @@ RANDOM = {
 
 @pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM.keys())
 def test_luck_is_the_boards_own(pool: Pool, draw: str) -> None:
-    """SystemRandom drew from the kernel: no score could be repeated, and each replay had new luck."""
+    """SystemRandom drew from the kernel, so no score could be repeated."""
     source = f"""
 import random, statistics
 class Own(random.Random): pass
@@ -178,7 +178,7 @@ def strategy(board):
 
 @pytest.mark.parametrize("source", [GAMES["random moves"], GAMES["Random without a seed"], GAMES["order of a set"]])
 def test_the_same_board_gives_the_same_result_in_every_pool(pool: Pool, lone: Pool, source: str) -> None:
-    """A strategy's random numbers and the order of its sets are fixed, so that a reward can be worked out again."""
+    """A strategy's random numbers and the order of its sets are fixed, so rewards can be computed again."""
     assert without_seconds(play(pool, source, 1, 2, 3)) == without_seconds(play(lone, source, 1, 2, 3))
 
 
@@ -244,7 +244,7 @@ def test_only_moves_in_a_row_that_change_nothing_end_a_game(pool: Pool) -> None:
 
 
 def test_a_board_that_is_won_at_the_start(pool: Pool) -> None:
-    """No move is asked for."""
+    """The strategy is not called."""
     (result,) = execute_strategies([HONEST], (0,), target=2, pool=pool)[0]
     assert (result.outcome, result.steps) == ("success", 0)
 
@@ -414,7 +414,7 @@ def test_what_python_itself_imports_is_there(pool: Pool, use: str) -> None:
 
 @pytest.mark.parametrize("name", ["os", "sys", "time", "socket", "threading", "ctypes", "builtins", "gc", "numpy"])
 def test_other_modules_cannot_be_imported(pool: Pool, name: str) -> None:
-    """Also those that are long loaded in the player's process."""
+    """Not even those that the player's process has loaded."""
     (result,) = play(pool, f"def strategy(board):\n    import {name}\n    return 'a'")
     assert result.outcome == "error"
     assert result.detail.startswith(f"ImportError: {name} may not be imported here")

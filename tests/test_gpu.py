@@ -173,7 +173,7 @@ def check_the_adapter(folder: str) -> None:
 
 
 def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tmp_path: Path) -> None:
-    """Unsloth took it for one of its old layout, by a note that it had left in the configuration, and shuffled it."""
+    """Unsloth left a note in the configuration, mistook the adapter for its old layout by it, and shuffled it."""
     lora = tmp_path / "lora"
     on_gpu(server, "export", four_bits, "--output-dir", lora)
     said = on_gpu(server, lora, script=f"{__name__}:{check_the_adapter.__name__}")
@@ -182,7 +182,7 @@ def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tm
 
 @pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
 def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base: Path, tmp_path: Path) -> None:
-    """An adapter to fused experts was refused, where its own base had been trained in 4 bits."""
+    """An adapter to fused experts was refused if its base had been trained in 4 bits."""
     options = (*MODEL, "--no-load-in-4bit") if released else ("--model", base)
     on_gpu(server, "train", *options, "--output-dir", tmp_path, "--run-name", "run", *SMALL, "--steps", 1,
            "--max-new-tokens", 8)  # fmt: skip

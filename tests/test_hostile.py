@@ -24,7 +24,7 @@ from tests.helpers import HONEST, ORDINARY, alive, descendants, run_python, wait
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What the battery left behind."""
+    """The battery's results, and the state of the machine afterwards."""
 
     results: dict[str, program.GameResult]
     written: list[str]  # files where the strategies wanted to write
@@ -54,7 +54,7 @@ def aftermath(pool: program.Pool) -> Iterator[Aftermath]:
 
 
 def test_battery_is_large() -> None:
-    """No name stands in two groups, where it would hide a case."""
+    """No name stands in two groups, because it would hide a case."""
     assert len(BATTERY) == sum(map(len, GROUPS)) >= 280
 
 
@@ -68,7 +68,7 @@ def test_hostile_strategy_has_its_outcome(aftermath: Aftermath, name: str) -> No
 
 
 def test_only_played_boards_have_a_score(aftermath: Aftermath) -> None:
-    """What a strategy claims or writes somewhere reaches no result: these boards are those that left alone gives."""
+    """No claim of a strategy reaches its result: its boards are those of moves to the left alone."""
     left = aftermath.results["a lambda"]
     stuck = {name: result for name, result in aftermath.results.items() if BATTERY[name][1] == "stuck"}
     scores = {name: (r.steps, r.max_tile, r.score) for name, r in stuck.items() if name not in PROTOCOL}
@@ -76,7 +76,7 @@ def test_only_played_boards_have_a_score(aftermath: Aftermath) -> None:
 
 
 def test_nothing_was_written(aftermath: Aftermath) -> None:
-    """Not where the strategies tried to, though the folder is open to everybody; and the program still stands."""
+    """The strategies tried to write to a folder that is open to everybody.  The program is unharmed."""
     assert aftermath.written == []
     assert Path(program.__file__).is_file()
 
@@ -94,7 +94,7 @@ def test_the_pool_still_gives_right_answers(aftermath: Aftermath) -> None:
 
 @pytest.mark.parametrize("name", ["50,000 minus signs", "30,000 brackets", "sys.exit", "fork bomb", "null byte"])
 def test_hostile_completion_goes_through_all_rewards(pool: program.Pool, name: str) -> None:
-    """What killed in-process trainers, as a completion: a number for each."""
+    """Completions that killed in-process trainers get numbers."""
     completion = f"```python\n{BATTERY[name][0]}\n```"
     values = [reward([completion], seeds=[[1]], timeout=[1.0])[0] for reward in program.REWARDS]
     assert all(type(value) is float for value in values)
@@ -121,7 +121,7 @@ program.worker_main(0, True)
     ],
 )
 def test_the_battery_has_its_outcomes_elsewhere_too(prepare: str, tmp_path: Path) -> None:
-    """A worker and its players as another user, in a container, and where uid 0 cannot become anybody else."""
+    """A worker and its players as another user, in a container, and where uid 0 cannot change its user."""
     tmp_path.chmod(0o777)
     jobs = [job(name, str(tmp_path / "pwned")) for name in BATTERY]
     lines = "".join(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs)

@@ -28,7 +28,7 @@ MAPPING = (0, 4096, 3, 0x20, 0, 0)  # arguments that no condition forbids
 
 @pytest.mark.parametrize("machine", program.SYSTEM_CALLS)
 def test_filter_allows_exactly_the_list(machine: str) -> None:
-    """In a simulator of the filter, for both machines: 0 to 1023, and numbers around the edges of 32 bits."""
+    """Simulated, for both machines: calls 0 to 1023, and the largest number below those of x32."""
     code, architecture = seccomp_filter(machine), program._AUDIT_ARCH[machine]
     numbers = [*range(1024), (1 << 30) - 1]
     answers = {number: helpers.simulate(code, architecture, number, MAPPING) for number in numbers}
@@ -64,7 +64,7 @@ def test_filter_kills_x32() -> None:
 def test_filter_allows_only_private_data_mappings(machine: str, protection: int, flags: int, allowed: bool) -> None:
     """Anonymous (0x20) and private (2), nothing executable (PROT_EXEC, 4), no huge pages and nothing locked.
 
-    Shared ones were allowed: what is unmapped but for a page stays in the machine's memory, past every limit.
+    Shared mappings were allowed: after unmapping all but a page, the rest stays in memory and no limit counts it.
     """
     arguments = (0, 4096, protection, flags, 3, 0)
     number = program.SYSTEM_CALLS[machine]["mmap"]
@@ -82,9 +82,9 @@ def test_filter_allows_only_private_data_mappings(machine: str, protection: int,
      ("clock_gettime", (2**64 - 6,), False), ("clock_gettime", ((~1 << 3 | 2) % 2**32,), False)],
 )  # fmt: skip
 def test_filter_looks_at_arguments(machine: str, call: str, arguments: tuple[int, ...], allowed: bool) -> None:
-    """No address is chosen: a page every 2 GB took 457 MB of page tables, beside all limits.
+    """The kernel chooses addresses: a page every 2 GB took 457 MB of page tables, which no limit counts.
 
-    And no other process's CPU clock is read: two players of a batch could have signalled to each other by it.
+    Other processes' CPU clocks are unreadable: two players of a batch could have signalled through them.
     """
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
     number = program.SYSTEM_CALLS[machine][call]
@@ -109,7 +109,7 @@ SWEEP = "import json, os; from tests import helpers; {prepare}; print(json.dumps
     ],
 )
 def test_sweep_of_the_system_calls_finds_exactly_the_list(prepare: str) -> None:
-    """From inside a jailed process, 0 to 1023: those that return something else than EPERM, or end the process."""
+    """A jailed process tries calls 0 to 1023.  Reached are those that end it or return anything but EPERM."""
     done = run_python(SWEEP.format(prepare=prepare))
     assert done.returncode == 0, done.stderr
     user, reached = json.loads(done.stdout)
@@ -152,7 +152,7 @@ print(os.waitpid(child, 0)[1])
     ids=["data", "writable code", "code", "private file", "shared file", "mprotect", "x32 getpid", "x32 write"],
 )
 def test_mappings_and_foreign_calls_in_a_real_jail(attempt: str, status: int) -> None:
-    """What the simulator says of the filter, the kernel does."""
+    """The kernel agrees with the simulator."""
     done = run_python(IN_JAIL.format(attempt=attempt))
     assert (done.stdout.strip(), done.returncode) == (str(int(status)), 0), done.stderr
 
@@ -199,10 +199,10 @@ with program.Pool(1) as pool:
     ("prepare", "uid"), [("", 65534), ("helpers.enter_user_namespace()", 0)], ids=["root", "only uid 0"]
 )
 def test_a_player_is_worth_nothing_to_the_kernel(prepare: str, uid: int) -> None:
-    """Nobody, no capability, the first to be ended where memory is short.
+    """User nobody, no capabilities, and the first to be killed when memory is short.
 
-    Where setgroups was refused, as in a user namespace, the other two calls were not tried, and nothing was said: the
-    player stayed uid 0 with all capabilities.
+    Where setgroups was refused, as in a user namespace, the other two calls were skipped silently, and the player
+    stayed uid 0 with all capabilities.
     """
     done = run_python(WATCHED.format(prepare=prepare).replace("{{", "{").replace("}}", "}"))
     assert done.returncode == 0, done.stderr
@@ -241,7 +241,7 @@ with program.Pool(1, jailed={jailed}) as pool:
 
 @AS_ROOT
 def test_worker_works_as_an_ordinary_user() -> None:
-    """Nothing of it needs root: referee, zygote and player of uid 12345, as the trainer would start them."""
+    """Referee, zygote and player run as uid 12345: none of them needs root."""
     job = Job('def strategy(board): return "a"', (1, 2))
     modules = ", ".join(("os", "unicodedata", *program.ALLOWED_MODULES))  # root's interpreter may be closed to others
     before = f"import {modules}\nimport gpt_2048_rl as program"
@@ -254,7 +254,7 @@ def test_worker_works_as_an_ordinary_user() -> None:
 
 @ON_X86
 def test_pool_works_under_dockers_profile() -> None:
-    """A filter of the container's lies under the jail's own."""
+    """The container's filter holds below the jail's."""
     done = run_python(PLAY.format(prepare="helpers.install_docker_profile()", jailed=True))
     assert done.stdout.strip() == "['stuck', 'stuck']", done.stderr
 
@@ -265,7 +265,7 @@ def test_pool_works_under_dockers_profile() -> None:
     ids=["refused", "unknown", "only pretended"],
 )
 def test_pool_refuses_where_the_jail_cannot_hold(error: int, says: str) -> None:
-    """No seccomp, or one that says yes and does nothing: one clear line, because a player proves its jail first."""
+    """Without seccomp, or with one that does nothing, the message is one line: a player proves its jail first."""
     prepare = f"helpers.install_filter_on_seccomp({error})"
     code = PLAY.format(prepare=prepare, jailed=True)
     refused = f"try:\n{textwrap.indent(code, '    ')}\nexcept program.JailError as error:\n    print(error)\n"
@@ -327,7 +327,7 @@ def strategy(board):
 
 
 def test_a_player_does_not_learn_how_the_last_one_fared(pool: Pool) -> None:
-    """Its parent's variables held the exit status, CPU time and memory of the player before, another program's too."""
+    """Its parent's variables held the exit status, CPU time and memory of the previous player."""
     details = {play(pool, source, 1)[0].detail for source in (HONEST, CARRIES, FOR_EVER, CARRIES) if source == CARRIES}
     assert details == {"ValueError: []"}
 
@@ -344,12 +344,12 @@ def strategy(board):
 
 
 def test_a_player_reads_no_other_process_clock(pool: Pool) -> None:
-    """By number it could read every process's CPU time in nanoseconds: its referee's, and other players'."""
+    """By process number it could read the CPU time of its referee and of other players."""
     assert play(pool, CLOCKS, 1)[0].detail == "ValueError: 0"
 
 
 def test_the_players_process_does_not_hold_the_seed(pool: Pool) -> None:
-    """A walk over all objects of its interpreter, from the collector's lists on, does not meet the board's seed."""
+    """A walk over all objects of its interpreter does not find the board's seed."""
     seed = 918_273_645_546_372
     source = f"""
 import random
@@ -364,7 +364,7 @@ def strategy(board):
 
 
 def test_the_environment_inside_is_empty(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the trainer's environment, where people keep keys; what is left fixes hashes and encodings."""
+    """The trainer's environment, where people keep keys, is gone.  Two variables fix hashes and encodings."""
     monkeypatch.setenv("SECRET", "1")
     source = "import random\ndef strategy(board):\n    raise ValueError(sorted(random._os.environ.items()))"
     with Pool(1) as own:
@@ -424,9 +424,9 @@ for source in json.loads(sys.argv[1]):
 
 
 def test_a_game_is_played_once() -> None:
-    """Whoever ends a game in the middle ends that game: one player for each of four boards, and no second try.
+    """A strategy that ends its process ends that game: one player for each of four boards, and no second try.
 
-    All games of a process were replayed, also those already lost.
+    All games of a process were replayed, even those already lost.
     """
     sources = [
         f"import random\nos, n = random._os, 0\ndef strategy(board):\n    global n\n    n += 1\n    if n > 3: {way}\n"
@@ -447,7 +447,7 @@ def test_a_game_is_played_once() -> None:
 def test_time_grows_with_the_game(target: int, moves: int, seconds: float) -> None:
     """5 s for a thousand moves and 5 ms for each further one, up to the moves of a game to 65536.
 
-    5 s for a whole game paid a search that reaches 65536 at 1 ms a move like a program that hangs.
+    With 5 s for a whole game, a search that reaches 65536 at 1 ms a move was paid like a program that hangs.
     """
     assert Job("", (), target=target).cpu_seconds(moves) == pytest.approx(seconds)
 
@@ -460,9 +460,9 @@ def test_time_is_granted_as_moves_come(pool: Pool) -> None:
 
 
 def test_a_stopped_player_is_not_charged_for_the_wait(lone: Pool) -> None:
-    """Limits count the CPU time of the player, not the wall clock: a busy machine changes no reward.
+    """Limits count the player's CPU time, not wall time, so a busy machine changes no reward.
 
-    The player is stopped in the middle of its first move for longer than a move may take.
+    The player is stopped during its first move for longer than a move may take.
     """
     source = "def strategy(board):\n    for _ in range(8_000_000): pass\n    return 'x'"
     results: list[GameResult] = []
@@ -479,6 +479,6 @@ def test_a_stopped_player_is_not_charged_for_the_wait(lone: Pool) -> None:
 
 
 def test_seconds_are_the_players_cpu_time(pool: Pool) -> None:
-    """A player that counts for long uses more than one that answers at once."""
+    """A player that counts for long uses more than one that answers immediately."""
     quick, slow = (f"def strategy(board):\n    for _ in range({n}): pass\n    return 'x'" for n in (1, 3_000_000))
     assert 0 < play(pool, quick, 1)[0].seconds < play(pool, slow, 1)[0].seconds

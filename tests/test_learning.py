@@ -71,7 +71,7 @@ def test_a_recorded_game_is_what_the_referee_sees(pool: program.Pool, name: str)
 
 @cache
 def rewards_of_all(size: int, target: int) -> dict[str, float]:
-    """What each collapsed and each better program gets, whichever are in its group."""
+    """What collapsed and better programs get in a group."""
     sources = COLLAPSES | {name: PROGRAMS[name] for name in BETTER}
     values = rewards(list(sources.values()), seeds=BOARDS[:2], timeout=0.5, size=size, target=target)
     return dict(zip(sources, values, strict=True))
@@ -82,14 +82,14 @@ def rewards_of_all(size: int, target: int) -> dict[str, float]:
 def test_a_collapse_ranks_below_every_program_that_plays_better(
     pool: program.Pool, name: str, size: int, target: int
 ) -> None:
-    """In a group with better ones it has the least reward, so never the advantage."""
+    """In a group with better programs it has the least reward, so its advantage is never positive."""
     values = rewards_of_all(size, target)
     assert values[name] < min(values[better] for better in BETTER)
 
 
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_the_watcher_names_each_collapse(pool: program.Pool, name: str) -> None:
-    """A group in which every completion is that program; and one in which one of them still plays."""
+    """One group holds only that program; in the other, one completion still plays."""
     sources = [COLLAPSES[name]] * 8
     assert "collapsed" in look(sources)
     assert "collapsed" not in look([*sources, PROGRAMS["random legal"]])
@@ -122,7 +122,7 @@ def test_the_target_doubles_when_nine_in_ten_games_are_won() -> None:
         assert curriculum.target == 2048
     curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 4096
-    for _ in range(9):  # groups that were under way when it doubled count no more
+    for _ in range(9):  # groups under way when it doubled no longer count
         curriculum.record(0, 2048, 1.0)
     assert curriculum.target == 4096
     for _ in range(8):
@@ -138,7 +138,7 @@ def test_without_a_curriculum_the_target_stays() -> None:
 
 
 def test_a_new_target_holds_from_the_step_after_the_next_on() -> None:
-    """The loader has the next step's groups by then: a run that goes on from a checkpoint has to give them the same."""
+    """The loader already has the next step's groups, so a resumed run must give them the same target."""
     curriculum = program.Curriculum(2048)
     for step in range(12):
         curriculum.record(step, curriculum.at(step), 1.0)

@@ -112,7 +112,7 @@ def test_the_compiler_is_named_only_if_triton_needs_it() -> None:
 
 @pytest.fixture
 def printed() -> Callable[[Any], str]:
-    """What a console without markup makes of something: the console that `main` has."""
+    """What `main`'s console, which has no markup, prints."""
     from rich.console import Console
 
     def as_text(renderable: Any) -> str:
@@ -141,7 +141,7 @@ def test_cells_are_printed_as_they_are(printed: Callable[[Any], str]) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as torch can be asked, this machine has a GB10."""
+    """To torch this machine has a GB10."""
     import torch
 
     properties = SimpleNamespace(name="NVIDIA GB10", major=12, minor=1, total_memory=128_000_000_000, is_integrated=1)
@@ -346,7 +346,7 @@ def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -
 
 
 def save_model(folder: Path, tokenizer: object) -> Path:
-    """As much of a model's folder as is looked at before anything is loaded."""
+    """The files of a model's folder that are read before anything is loaded."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
@@ -354,7 +354,7 @@ def save_model(folder: Path, tokenizer: object) -> Path:
 
 
 def save_adapter(folder: Path, base: object) -> str:
-    """As much of an adapter's folder."""
+    """The same files of an adapter's folder."""
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     return str(folder)
 
@@ -438,7 +438,7 @@ def test_a_name_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_needs_its_base_model(tmp_path: Path) -> None:
     check_model(save_adapter(tmp_path, tmp_path), "none")
     check_model(save_adapter(tmp_path, "someone/Nano"), "none")  # the hub is asked later
-    check_model(save_adapter(tmp_path, folder_of("wasd")), "none")  # made anew if it is gone
+    check_model(save_adapter(tmp_path, folder_of("wasd")), "none")  # warm-started again if missing
     with pytest.raises(UsageError, match="is an adapter to /no/where, which does not exist any more"):
         check_model(save_adapter(tmp_path, "/no/where"), "none")
 
@@ -503,7 +503,7 @@ def qwen(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path) -> None:
-    """And trains.  It is downloaded once; later the hub is not needed any more."""
+    """It trains.  After one download the hub is no longer needed."""
     with FakeHub() as server:
         server.publish("someone/Qwen-nano", qwen)
         environment = server.environment(tmp_path)

@@ -20,7 +20,7 @@ from tests.helpers import FOR_EVER, HONEST, alive, descendants, play, run_python
 
 
 def answers_right(pool: Pool) -> bool:
-    """Whether the pool gives what any pool gives: the results of a fixed strategy on fixed boards."""
+    """Whether the pool gives the known results of a fixed strategy on fixed boards."""
     results = play(pool, 'def strategy(board):\n    return "a"\n', 1, 2)
     return [(r.outcome, r.steps, r.max_tile) for r in results] == [("stuck", 81, 8), ("stuck", 76, 8)]
 
@@ -199,7 +199,7 @@ def test_a_worker_leaves_with_its_trainer_while_a_player_thinks() -> None:
 
 
 def test_no_process_outlives_a_trainer_that_closes_nothing() -> None:
-    """A pool that is not closed when the program ends: its workers find their input at its end."""
+    """Workers of a pool that nobody closed end when their input ends."""
     code = """
 import os
 from tests import helpers
@@ -232,7 +232,7 @@ def test_leaving_does_not_wait_for_games(end: str) -> None:
 
 
 def test_a_closed_pool_takes_no_jobs(lone: Pool) -> None:
-    """Rather an exception than a verdict that nobody gave."""
+    """It raises; it does not invent a verdict."""
     lone.close()
     with pytest.raises(RuntimeError):
         play(lone, HONEST)
@@ -262,7 +262,7 @@ def test_a_zygote_killed_while_idle_is_replaced(lone: Pool) -> None:
 
 @pytest.mark.parametrize("victim", ["worker", "zygote", "player"])
 def test_a_process_killed_during_a_game(lone: Pool, victim: str) -> None:
-    """Its strategy gets "error", and the next one right answers; a killed player is not tried again on one board."""
+    """The strategy gets "error" and is not tried again.  The next one gets right answers."""
     results: list[GameResult] = []
     thread = threading.Thread(target=lambda: results.extend(play(lone, FOR_EVER, timeout=60)))
     thread.start()
@@ -277,7 +277,7 @@ def test_a_process_killed_during_a_game(lone: Pool, victim: str) -> None:
 
 @pytest.mark.parametrize("source", [HONEST, "#" * 10_000_000 + "\n" + HONEST], ids=["short", "long"])
 def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """The trainer waited without a limit, for its verdict and, with a job that no buffer holds, for its own send."""
+    """The trainer waited without limit: for the verdict, or for its own send if no buffer holds the job."""
     (pid,) = {worker._process.pid for worker in lone._workers}
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(Job, "wall_seconds", lambda job: 1.0)
@@ -287,7 +287,7 @@ def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.
 
 
 def test_a_job_is_not_blamed_for_a_worker_that_was_dying(lone: Pool) -> None:
-    """Six of twelve harmless jobs got "the referee's process ended over it" for what another had begun."""
+    """Six of twelve harmless jobs were blamed for a death that another job had caused."""
     for _ in range(3):
         os.kill(lone._workers[0]._process.pid, signal.SIGKILL)
         assert answers_right(lone)
@@ -307,7 +307,7 @@ except TimeoutError:
 
 
 def test_a_referee_gives_up_on_a_zygote_that_stands_still() -> None:
-    """It waited for ever on the control socket; as a worker it ends, and the trainer starts another."""
+    """It waited for ever on the control socket.  Now the worker ends, and the trainer starts another."""
     assert run_python(STANDS_STILL).stdout == "gave up\n"
 
 
@@ -352,7 +352,7 @@ def test_pool_from_many_threads(pool: Pool) -> None:
 
 
 def test_verdicts_come_in_the_order_of_the_jobs(pool: Pool) -> None:
-    """Also where some take longer, and equal jobs are judged once."""
+    """Even if some take longer.  Equal jobs are judged once."""
     keys = ["é", "x", "a", "x", "u"]
     sources = [f'def strategy(board):\n    return "{key}"' for key in keys]
     results = execute_strategies(sources, (5, 6), pool=pool)

@@ -29,7 +29,7 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """What such a run left behind."""
+    """A finished run: its folder, result, streams and steps."""
 
     folder: Path
     result: dict[str, Any]
@@ -60,7 +60,7 @@ def test_one_of_them_speaks(together: Run) -> None:
 
 @pytest.mark.slow
 def test_a_step_has_the_groups_of_both(together: Run) -> None:
-    """Whole ones, no two with the same boards: a rank that went its own way would play those of the other."""
+    """Whole groups, each with its own boards.  A rank that ignores its number would play the other's boards."""
     assert [len(step["completions"]) for step in together.steps] == [RANKS * BATCH] * STEPS
     boards = []
     for step in together.steps:
@@ -79,7 +79,7 @@ def test_they_sample_different_programs(together: Run) -> None:
 
 @pytest.mark.slow
 def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
-    """That both ended with the same adapter, the program itself has checked."""
+    """The program itself has checked that both ranks end with the same adapter."""
     names = {path.name for path in together.folder.iterdir()}
     assert {"checkpoint-1", "checkpoint-2", "adapter", "result.json"} <= names
     assert sum(name.startswith("events.out") for name in names) == 2  # of the steps, and of the best program

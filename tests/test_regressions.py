@@ -1,4 +1,4 @@
-"""Bugs that were found and mended: each test tells the story of one, and it must not happen again."""
+"""Fixed bugs.  Each test tells the story of one."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_a_complete_program_is_found_in_a_careless_fence(text: str) -> None:
     [f"```python\n{CODE}\n```python\n{CODE}", f"```python\ndef strategy(board):\n```python\n{CODE}\n    return ("],
 )
 def test_a_second_opening_fence_closes_nothing(text: str) -> None:
-    """What was cut off behind it counted as code outside of fences."""
+    """The part that was cut off behind it counted as code outside fences."""
     assert program.extract_function(text) is None
 
 
 def test_a_line_of_backticks_is_read_in_linear_time() -> None:
-    """It took the square of its length: this one, hours."""
+    """Time grew with the square of the text's length: hours for this one."""
     assert program.extract_function("`" * 300_000 + "!" + " " * 300_000 + "!") is None
 
 

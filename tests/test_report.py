@@ -101,7 +101,7 @@ def test_the_table_has_the_figures_of_the_result(recorded: Path, browser: Browse
 
 
 def test_a_stopped_run_has_a_page_without_a_result(folder: Path, browser: Browser) -> None:
-    """As a kill leaves it: no result, no best program, and a last line that was cut off."""
+    """A killed run has no result, no best program, and a last line that was cut off."""
     for name in ("result.json", "best_strategy.py", "best_game.json", "report.html"):
         (folder / name).unlink()
     log = folder / "rollouts.jsonl"
@@ -127,7 +127,7 @@ def test_a_run_that_was_killed_at_once_has_a_page_too(folder: Path) -> None:
 
 
 def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
-    """After an interruption training goes on from a checkpoint, and writes steps that are there already."""
+    """A resumed run writes the steps after its checkpoint again."""
     log = folder / "rollouts.jsonl"
     first, second = log.read_text().splitlines(keepends=True)[:2]
     other = json.loads(second)
@@ -190,7 +190,7 @@ def assert_harmless(page: Page) -> None:
 
 
 def test_hostile_text_stays_text(hostile: Path, browser: Browser) -> None:
-    """Nor does the policy have to stop anything: no complaint of it is in the console."""
+    """The policy has nothing to stop: the console holds no complaint."""
     with Page(browser) as page:
         page.open(hostile)
         assert_harmless(page)
@@ -203,7 +203,7 @@ def test_hostile_text_stays_text(hostile: Path, browser: Browser) -> None:
 
 
 def test_hostile_text_stays_text_without_the_policy(hostile: Path, browser: Browser) -> None:
-    """Escaping alone holds."""
+    """Without the policy, escaping is enough."""
     page_text = hostile.read_text()
     hostile.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page_text))
     assert hostile.read_text() != page_text
@@ -228,7 +228,7 @@ def test_the_policy_holds_without_escaping(recorded: Path, browser: Browser, tmp
             assert page.run(f"fetch('{address}').then(() => 'sent', () => 'refused')") == "refused"
             assert shown(page, "#board [role=cell]") in ("", "2", "4")  # the page's own script still runs
         server.settimeout(0.5)
-        with contextlib.suppress(TimeoutError):  # for a frame Chromium connects beforehand, but asks for nothing
+        with contextlib.suppress(TimeoutError):  # Chromium opens a connection for a frame, but requests nothing
             caller, _ = server.accept()
             caller.settimeout(0.5)
             assert caller.recv(1) == b""
@@ -294,7 +294,7 @@ def test_a_move_that_changed_nothing_is_not_replayed() -> None:
 
 
 def test_the_replay_is_played_with_the_keyboard_alone(recorded: Path, browser: Browser) -> None:
-    """Reached with Tab; forward, back, the slider, play and pause; and each is told to who cannot see the board."""
+    """Tab reaches forward, back, slider, play and pause.  Screen readers get each position."""
 
     def tab_to(name: str) -> None:
         for _ in range(200):
@@ -443,7 +443,7 @@ def test_runs_are_compared_board_by_board(
 
 
 def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) -> None:
-    """A run with fewer games played the first of the same boards."""
+    """A run with fewer games plays the first of the same boards."""
 
     def shorten(result: dict[str, Any]) -> None:
         result["boards"] = result["boards"][:3]

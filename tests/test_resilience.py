@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged goes on from its last whole checkpoint, as if nothing had been."""
+"""A run that was stopped, killed or damaged resumes from its last whole checkpoint with the same numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def numbers_of(folder: Path) -> tuple[dict[str, bytes], list[Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(trained: Run) -> Path:
-    """All steps in one go."""
+    """The run without interruption."""
     return trained.folder
 
 
@@ -162,9 +162,9 @@ def test_latest_is_the_newest_run(undisturbed: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path) -> None:
-    """Cut short, as by a failing disk: the one before is taken, or the start where there is none.
+    """It is cut short, as by a failing disk.  The run resumes from the one before, or else from the start.
 
-    What was logged after that is not shown twice.
+    Curves show no step twice.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -233,7 +233,7 @@ def test_training_leaves_no_process(resumed: Resumed) -> None:
 
 
 def test_the_newest_checkpoints_are_kept_and_the_best(resumed: Resumed) -> None:
-    """The best is the one before which tiles were largest; here there is one for each step."""
+    """`best` is the checkpoint after the step with the largest tiles.  Here each step has one."""
     folder = resumed.folder
     levels = [statistics.fmean(math.log2(game["max_tile"]) for row in step["completions"] for game in row["results"])
               for step in numbers_of(folder)[1]]  # fmt: skip
@@ -281,7 +281,7 @@ def test_a_run_says_what_made_it(undisturbed: Path) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(unfinished: Path) -> None:
-    """And leaves what is there whole.  The first is SIGTERM, which is heard like Ctrl-C."""
+    """Checkpoints stay whole.  The first signal is SIGTERM, which works like Ctrl-C."""
     log = unfinished.parent / "log"
     with started(*command(unfinished.parent), log=log) as process:
         assert wait_until(lambda: in_the_middle_of_a_step(unfinished), 120), log.read_text()
@@ -309,7 +309,7 @@ def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) -> None:
-    """In one line, which says from where it goes on."""
+    """The error is one line that says where the run resumes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=False).returncode:
@@ -363,6 +363,6 @@ def test_kills_change_nothing(base: Path, tmp_path: Path) -> None:
             assert now >= last
             last = now
     assert last >= kills // 3  # one of three kills came after a new checkpoint
-    done = run_fresh(*broken)  # a process of another origin, in which sets have another order
+    done = run_fresh(*broken)  # a fresh process, whose sets have another order
     assert done.returncode == 0, done.stderr
     assert numbers_of(folder) == numbers_of(tmp_path / "whole" / "run")

@@ -58,7 +58,7 @@ def test_value_of_a_game(outcome: str, max_tile: int, target: int, value: float,
 
 
 def test_every_outcome_has_a_value() -> None:
-    """None falls through to another's, and a larger tile is never worth less."""
+    """Each outcome has its own value, and a larger tile is never worth less."""
     for outcome in OUTCOMES:
         values = [game_reward(result(outcome, 1 << exponent), 2048) for exponent in range(1, 12)]
         assert values == sorted(values)
@@ -67,7 +67,7 @@ def test_every_outcome_has_a_value() -> None:
 
 @pytest.mark.parametrize("exponent", range(1, 17))
 def test_breaking_off_is_worth_less_than_losing(exponent: int) -> None:
-    """With the same tile, whatever the target; and none is worth less than what it is at the first move."""
+    """With the same tile, at any target.  No outcome is worth less than at its first move."""
     for tile in (1 << n for n in range(1, exponent)):
         lost, *stopped = (game_reward(result(o, tile), 1 << exponent) for o in ("lost", *program.STOPPED))
         assert lost > max(stopped)
@@ -102,7 +102,7 @@ COMPLETIONS = {  # completion -> function_works, no_cheating, and strategy_succe
 def test_rewards_of_a_completion(
     pool: program.Pool, completion: str, works: float, clean: float, succeeds: float | None
 ) -> None:
-    """Each of the three tells its own part: whether it loads, whether it cheats, how far it gets."""
+    """The three tell apart whether a program loads, whether it cheats, and how far it gets."""
     values = rewards(completion, seeds=[1], timeout=0.3)
     assert values[:2] == [works, clean]
     assert succeeds is None or values[2] == succeeds
@@ -152,7 +152,7 @@ class Counted:
 
 
 def test_one_judgement_for_all_three_rewards(pool: program.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer calls the functions one after the other; whoever comes first has the completions judged."""
+    """The trainer calls the functions in turn; the first call judges the completions."""
     counted = Counted(monkeypatch)
     batch = [LEFT, RANDOM, "prose"]
     for reward in REWARDS:
@@ -178,14 +178,14 @@ def test_equal_completions_on_other_boards_are_judged_again(
 
 
 def test_a_cheat_does_not_play(pool: program.Pool) -> None:
-    """It is loaded, for function_works, and makes no move.  "import os" used to count as loaded: it was not tried."""
+    """It is loaded for function_works, and makes no move.  "import os" counted as loaded without being tried."""
     for name, works in (("cheats, but loads", "load"), ("cheats", "fail")):
         (verdict,) = program.judge([COMPLETIONS[name][0]], seeds=[[1, 2, 3]])
         assert (verdict.works, {game.steps for game in verdict.results}) == (works, {0})
 
 
 def test_columns_are_read_per_row(pool: program.Pool) -> None:
-    """Rows of one batch may play different games: each its own boards, size, target and keys."""
+    """Rows of one batch may differ in boards, size, target and keys."""
     wasd = fenced('def strategy(board):\n    return "wasd"[sum(map(sum, board)) // 2 % 4]')
     verdicts = program.judge(
         [wasd, wasd, wasd],
@@ -200,19 +200,19 @@ def test_columns_are_read_per_row(pool: program.Pool) -> None:
 
 
 def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
-    """The same play is worth more against a nearer target, where it does not reach it."""
+    """The same failed game is worth more at a nearer target."""
     near, far = strategy_succeeds([LEFT, LEFT], seeds=[[1], [1]], target=[64, 2048])
     assert near == pytest.approx(-1 + 11 * 1 / 4)  # the largest tile is 8
     assert far == pytest.approx(-1 + 11 * 1 / 9)
 
 
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
-    """What stands behind the closing fence cost nothing: one run's answers grew from 19 tokens to the limit of 200."""
+    """Text after the closing fence cost nothing: one run's answers grew from 19 tokens to the limit of 200."""
     assert program.ends_in_time(["x"] * 3, completion_ids=[[1], [1] * 8, [1] * 7], max_new_tokens=[8] * 3) == [0, -1, 0]
 
 
 def test_what_is_logged_and_saved_holds_no_escape_sequence(pool: program.Pool) -> None:
-    """All that is shown of a completion comes from its verdict: the source is written anew, and then played."""
+    """Everything shown comes from the verdict: the source is rewritten, and the rewritten one is played."""
     hostile = fenced("def strategy(board):\n    x = '\x1b]0;owned\a\x1b[2J'  # \u202e\n    return 'a'")
     (verdict,) = program.judge([hostile], seeds=[[1]])
     assert verdict.source == "def strategy(board):\n    x = '\\x1b]0;owned\\x07\\x1b[2J'\n    return 'a'"
@@ -220,7 +220,7 @@ def test_what_is_logged_and_saved_holds_no_escape_sequence(pool: program.Pool) -
 
 
 def test_the_program_that_is_shown_is_the_one_that_played(pool: program.Pool) -> None:
-    """Written anew, it had grown past the size that a player reads: another, cut one was played, or the worker died."""
+    """Rewritten, it exceeded the size that a player reads: a cut one was played, or the worker died."""
     hostile = "def strategy(board):\n    return 'i'\ndef f():\n    X = '{}'\ndef strategy(board):\n    return 'a'"
     for bells in (17_000, 60_000):
         (verdict,) = program.judge([fenced(hostile.format("\a" * bells))], seeds=[[3]])

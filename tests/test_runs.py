@@ -1,4 +1,4 @@
-"""A run's folder: files and checkpoints are there whole or not at all, runs are resumed as they began; statistics."""
+"""A run's folder: files and checkpoints are whole or absent, and runs resume as they began.  Statistics."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_done_again(tmp_path: 
 
 
 class WritesCheckpoints:
-    """Of a transformers Trainer what AtomicCheckpoints needs: it writes two files, and may fail in between."""
+    """The part of a transformers Trainer that AtomicCheckpoints needs.  It may fail between its two files."""
 
     def __init__(self, step: int, rank: int = 0, fails: bool = False) -> None:
         self.state, self.fails = SimpleNamespace(global_step=step), fails
@@ -245,7 +245,7 @@ def test_an_error_of_its_own_is_raised_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [FileNotFoundError(), RuntimeError("No such file or directory (os error 2)"),
                                    ValueError("Can't find a valid checkpoint at {run}/checkpoint-2")])  # fmt: skip
 def test_a_removal_under_way_is_waited_for(error: Exception, tmp_path: Path) -> None:
-    """It takes its time, and the first file that is missed was not the last to go."""
+    """Removal takes a while, and the file missed first need not be the last one removed."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").touch()
@@ -292,7 +292,7 @@ def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None
 
 
 def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
-    """A loss that is not a number is no reason for a page without its other curves."""
+    """If the loss is not a number, the page still has the other curves."""
     write_curves(tmp_path / "events.out.tfevents.0", {"reward": {1: 1.0, 2: math.nan, 3: 3.0}})
     assert runs.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
 
@@ -309,7 +309,7 @@ def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_finalists_have_the_largest_tiles_and_play(tmp_path: Path) -> None:
-    """A program that cheats or does not load is none.  Of equal ones the latest comes first."""
+    """Programs that cheat or do not load do not count.  Among equals the latest comes first."""
     file = tmp_path / "rollouts.jsonl"
     tries = [("once", [64, 64], "load", ""), ("cheats", [512, 512], "load", "imports os"),
              ("one", [32, 128], "load", ""), (None, [512, 512], "none", ""), ("fails", [512, 512], "fail", ""),
@@ -372,7 +372,7 @@ def test_players_are_compared_on_the_boards_of_both() -> None:
 
 @pytest.mark.parametrize("count", range(9))
 def test_the_sign_test_counts_every_outcome(count: int) -> None:
-    """Of all the ways in which `count` fair coins fall, the share that is at least as uneven."""
+    """The share of all falls of `count` fair coins that are at least as uneven."""
     falls = [sum(fall) for fall in itertools.product((0, 1), repeat=count)]
     for above in range(count + 1):
         uneven = sum(abs(2 * fall - count) >= abs(2 * above - count) for fall in falls) / len(falls)

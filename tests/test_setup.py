@@ -60,7 +60,7 @@ class Copy:
             shutil.copy(PROJECT / name, folder)
         (folder / "pip.py").write_text(PIP)
         executable(folder / "bin/python", PYTHON.format(python=sys.executable, pip=folder / "pip.py"))
-        executable(folder / "bin/uv", "#!/bin/bash\nexit 1\n")  # where there is a real uv, it is not to be asked
+        executable(folder / "bin/uv", "#!/bin/bash\nexit 1\n")  # a real uv must not be asked
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "VIRTUAL_ENV"))}
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         self.environment = inherited | {"PYTHON": str(folder / "bin/python"), "PATH": path}
@@ -106,7 +106,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Copy:
 
 @pytest.fixture
 def whole(shared: Copy) -> Copy:
-    """A copy that is set up: what one test breaks is healed before the next."""
+    """A copy that is set up.  Damage by one test is repaired before the next."""
     shared()
     return shared
 
@@ -159,7 +159,7 @@ def test_the_first_call_installs_and_the_second_is_silent_and_runs_the_command(s
     calls = setup.pip_calls()
     torch, libraries, unsloth = (call for call in calls if "install" in call)
     assert re.search(r"--no-deps torch==\S+$", torch)
-    assert torch.split()[-1] in libraries.split()  # lest another package brings another build of torch
+    assert torch.split()[-1] in libraries.split()  # otherwise another package brings another build of torch
     assert "trl==" in libraries
     assert "pytest==" in libraries
     assert re.search(r"--no-deps unsloth==\S+ unsloth_zoo==\S+$", unsloth)
@@ -186,7 +186,7 @@ def test_here_installs_into_the_active_environment(setup: Copy) -> None:
 
 
 def test_an_image_is_built_for_a_gpu_that_is_not_there(setup: Copy) -> None:
-    """With the pins of CUDA; a start on a machine with the GPU then finds everything in place."""
+    """With CUDA's pins.  A later start on a machine with the GPU installs nothing."""
     assert setup(DEVICE="cuda")[0] == 0
     torch = next(call for call in setup.pip_calls() if "torch==" in call)
     assert "+cpu" not in torch.replace("!=2.13.0+cpu", "")

@@ -101,7 +101,7 @@ def test_the_cache_has_a_folder_for_each_layout(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_cache_is_only_for_the_default_config() -> None:
-    """Its folders are not named after the config, so a small model of a test would be taken for the real one."""
+    """Cache folders are not named after the config, so a test's small model would be mistaken for the real one."""
     with pytest.raises(ValueError, match="name a folder"):
         tiny.warm_start(program.tiny_task(), config=SMALL)
 

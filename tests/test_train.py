@@ -103,7 +103,7 @@ def test_there_is_a_curve_with_a_point_for_every_step(curves: dict[str, list[tup
 
 
 def test_divergence_and_entropy_are_sampled(curves: dict[str, list[tuple[int, float]]]) -> None:
-    """Of the first step and of every tenth; an adapter that has learned nothing yet is where it started."""
+    """For the first and every tenth step.  An untrained adapter has a KL of 0."""
     assert [step for step, _ in curves["sampled/kl"]] == [1]
     assert curves["sampled/kl"][0][1] == pytest.approx(0.0, abs=1e-6)
     assert curves["sampled/entropy"][0][1] == pytest.approx(curves["entropy"][0][1], rel=0.5)
@@ -223,7 +223,7 @@ def check_the_divergence() -> None:
 
 
 def test_the_divergence_is_that_of_two_distributions(base: Path) -> None:
-    """Against torch's own, over whole rows, for an adapter that is not zero; padding changes nothing."""
+    """Against torch's own over whole rows, with a nonzero adapter.  Padding changes nothing."""
     call(check_the_divergence)
 
 

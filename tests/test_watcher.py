@@ -53,7 +53,7 @@ def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[s
 
 
 def test_entropy_that_runs_away_is_named() -> None:
-    """As with an entropy bonus of 0.02 on the embedded model: 0.4 became 1.2 and more, and code turned to noise."""
+    """An entropy bonus of 0.02 did this to the embedded model: 0.4 became 1.2, and code turned into noise."""
     watcher = watcher_of(patience=3)
     said = [watcher.look(HEALTHY, {"entropy": entropy}) for entropy in (0.4, 0.4, 0.4, 0.4, 0.4, 0.7, 1.2, 2.0)]
     assert said[:7] == [""] * 7
@@ -88,7 +88,7 @@ def test_a_solved_task_is_no_trouble_where_the_target_climbs() -> None:
 
 
 def test_it_is_said_when_random_moves_would_do_as_well() -> None:
-    """Not of the first steps at a target, for which nobody could be better yet."""
+    """The first steps at a target do not count, because no program can be better yet."""
     watcher = watcher_of(patience=20)
     said = [watcher.look(dataclasses.replace(HEALTHY, target=target), {}) for target in [2048] * 12 + [4096] * 10]
     assert [i for i, word in enumerate(said) if "random moves would do as well" in word] == [10]
@@ -97,7 +97,7 @@ def test_it_is_said_when_random_moves_would_do_as_well() -> None:
 
 
 def last_view(troubles: list[str], source: str = "def strategy(board):") -> str:
-    """What stands in a terminal after as many steps, their rewards rising."""
+    """The terminal's text after so many steps with rising rewards."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system=None, width=100)
     with watch.TrainingView(console, steps=9) as view:

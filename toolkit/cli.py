@@ -1,4 +1,4 @@
-"""The command line, made by tyro from config classes: headings, ranges, one-line errors, exit codes."""
+"""The command line: config classes become options (tyro); one-line errors; exit codes; defaults of a resumed run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import importlib.util
 import inspect
 import io
 import json
-import os
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -53,15 +51,6 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
 
-def check_ranges(config: Any) -> None:
-    """Raise UsageError for a number outside the range that stands beside its type."""
-    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        for low, high in getattr(hint, "__metadata__", ()):
-            if not low <= getattr(config, name) <= high:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} must lie between {low} and {high}, not {getattr(config, name)}")
-
-
 def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:
     """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
     import tyro
@@ -82,12 +71,12 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
         raise UsageError(f"{said} (see {prog} --help)") from None
     if groups:
         parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
-    check_ranges(parsed)
     return parsed
 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}  # when a run is resumed
+# The options that may differ when a run is resumed.
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
@@ -109,8 +98,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if run:
         runs.check_unchanged(config, default, CHANGEABLE)
         config.output_dir, config.run_name = default.output_dir, default.run_name
-    if config.run_name != Path(config.run_name).name or config.run_name == "..":
-        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
+    if machine.adapter_base(config.model):
+        raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.loader == "unsloth" and (config.vllm_server or SHARDED):
         raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
                          "Unsloth keeps the whole model in one process")  # fmt: skip
@@ -128,8 +117,8 @@ def parse_arguments(
     options that do not go together.
     """
     name, rest = split(argv, commands)
-    script = inspect.getmodule(commands["train"][1])
-    prog = f"{Path(str(script and script.__file__)).name} {name}"
+    script = sys.modules[commands["train"][1].__module__]
+    prog = f"{Path(str(script.__file__)).name} {name}"
     if RANKS > 1 and name != "train":
         raise UsageError(f"{name} runs in one process: start it with python, without torchrun")
     if name == "train" and rest[:1] in (["-h"], ["--help"]):
@@ -144,7 +133,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 130 for Ctrl-C, 143 for SIGTERM; 141 where the reader of stdout has gone.
+    collapsed; 130 for Ctrl-C, 143 for SIGTERM.
     """
     real_stdout = sys.stdout
     try:
@@ -162,9 +151,6 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, for example `head`, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python complains when it flushes stdout
-        return 141
     if result.get("fit") is False:
         return 2
     if result.get("interrupted"):

@@ -48,7 +48,7 @@ class ExportConfig:
     base: str = ""  # model to merge the adapter into; default: the one it was trained on
     push_to_hub: str = ""  # also upload the folder to this hub repository: OWNER/NAME
     private: bool = True  # make a new hub repository private
-    json: bool = False
+    json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

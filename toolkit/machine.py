@@ -105,7 +105,7 @@ def gpu_is_there() -> bool:
 
 
 def resolve_model(name: str) -> str:
-    """The model that "auto" stands for on this machine, and a run's adapter; any other name stays as it is."""
+    """What a model's name stands for: "auto" for this machine's default, a run's folder for its adapter."""
     if name != "auto":
         adapter = Path(name) / "adapter"
         return str(adapter) if adapter.is_dir() else name
@@ -474,7 +474,7 @@ class DoctorConfig:
     model: str = "auto"  # as in training
     load_in_4bit: bool = True  # on a GPU
     load_in_16bit: bool = False  # on a GPU of 80 GB or more, instead of 4 bits
-    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+    json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
 def doctor(

@@ -1,6 +1,6 @@
 """Programs that play: the source of the controls that a result has to beat, and what programs reach.
 
-The script plays the games (its Evaluator).  This file says which programs play which boards, and sums the games up.
+The script's Evaluator plays the games.  This file chooses programs and boards, and sums up the games.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Evaluator(Protocol):
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]: ...
     def new_game(self, seed: int) -> Game: ...
+    def evaluate_model(self, model: Any, tokenizer: Any) -> runs.Score: ...
     def play(
         self, sources: Sequence[str], seeds: Sequence[int], record: bool = False
     ) -> Sequence[Sequence[GameResult]]: ...

@@ -347,7 +347,7 @@ class CompareConfig:
 
     runs: tuple[Path, ...]  # their folders
     output: Path = Path("compare.html")  # the page to write
-    json: bool = False
+    json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
 def compare(config: CompareConfig, console: Console) -> dict[str, Any]:

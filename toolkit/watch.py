@@ -76,7 +76,7 @@ class StepSummary:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], flat: Sequence[bool], random_won: float) -> StepSummary:
-        """Of a line of rollouts.jsonl; `flat` says of each group whether it has no gradient."""
+        """Sum up a line of rollouts.jsonl; `flat` says of each group whether it has no gradient."""
         completions = row["completions"]
         size = len(completions) // len(flat)
         games = [game for completion in completions for game in completion["results"]]
@@ -379,10 +379,10 @@ def write_step(writer: Any, step: int, completions: Sequence[Mapping[str, Any]],
 
     games = [game for done in completions for game in done["results"]]
     writer.add_histogram("largest tile, log2", np.array(exponents(games)), step)
-    rows = [f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
-            + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
-            + f"\n\n{indented(done['text'])}" for done in completions[:8]]  # fmt: skip
     if texts:
+        rows = [f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
+                + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
+                + f"\n\n{indented(done['text'])}" for done in completions[:8]]  # fmt: skip
         writer.add_text("completions", "\n\n---\n\n".join(rows), step)
 
 
@@ -400,7 +400,7 @@ class WatchedRollouts(Protocol):
 
 
 def callback(progress: Any) -> Any:
-    """A Progress as a transformers trainer takes it."""
+    """A TrainerCallback that calls a Progress."""
     from transformers import TrainerCallback
 
     class Watching(TrainerCallback):  # type: ignore[misc]
@@ -432,8 +432,9 @@ class Progress:
         evaluate: Callable[[], runs.Score],
     ) -> None:  # fmt: skip
         """`evaluate` plays the held-out boards with the model."""
-        self._trainer, self._rollouts, self._evaluator, self._run = trainer, rollouts, evaluator, run
-        self._evaluate, self._config = evaluate, evaluator.config
+        self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
+        self.evaluator, self.run = evaluator, run
+        self._config: WatchedConfig = evaluator.config
         self._random_won = cache(partial(random_moves_win, evaluator))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
         self._interruption = runs.Interruption()
@@ -467,17 +468,17 @@ class Progress:
         from transformers import PrinterCallback
         from transformers.integrations import TensorBoardCallback
 
-        checkpoint = by_first_rank(partial(runs.newest_checkpoint, self._run, self._view.say))
+        checkpoint = by_first_rank(partial(runs.newest_checkpoint, self.run, self._view.say))
         step = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
         if checkpoint:
             self._resume(checkpoint, step)
             self._view.say(f"resuming after step {step}")
         else:
-            (self._run / "rollouts.jsonl").unlink(missing_ok=True)
+            (self.run / "rollouts.jsonl").unlink(missing_ok=True)
         self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
         self._trainer.add_callback(callback(self))
         if RANK == 0:
-            self._writer = SummaryWriter(self._run, purge_step=step + 1)
+            self._writer = SummaryWriter(self.run, purge_step=step + 1)
             self._trainer.add_callback(TensorBoardCallback(self._writer))
         with self._view, self._interruption:
             self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -490,7 +491,7 @@ class Progress:
 
     def begin(self) -> None:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
-        file = self._run / "before.json"
+        file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
             self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
             before = asdict(self._evaluate())
@@ -510,7 +511,7 @@ class Progress:
 
     def _resume(self, checkpoint: Path, step: int) -> None:
         """Take note of all steps before a checkpoint.  Later ones are forgotten."""
-        rows = by_first_rank(partial(runs.rewind, self._run / "rollouts.jsonl", step))
+        rows = by_first_rank(partial(runs.rewind, self.run / "rollouts.jsonl", step))
         history = runs.read_json(checkpoint / "trainer_state.json")["log_history"]
         for row, logs in zip(rows, (logs for logs in history if "loss" in logs), strict=True):
             self._rollouts.add(row)
@@ -559,7 +560,7 @@ class Progress:
             write_step(self._writer, self.steps, self._rollouts.last["completions"], texts=saves)
             if saves and self._best:
                 source = self._best[0]
-                write_best(self._writer, self.steps, source, finished_game(self._evaluator, source))
+                write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
         over = config.minutes > 0 and self._spent > 60 * config.minutes
         return self._watcher.collapsed or by_first_rank(lambda: over)
 
