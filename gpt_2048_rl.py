@@ -1440,8 +1440,8 @@ class RunOptions:
 class TrainConfig(CommonOptions, GameOptions, ModelOptions, GRPOOptions, RunOptions):
     """Train a model with GRPO.  Then compare it, on held-out boards, with the untrained model and two controls.
 
-    The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own; --help
-    shows those of the given --model and --recipe.
+    The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own:
+    --help shows those of the given --model and --recipe.
     """
 
 

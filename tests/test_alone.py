@@ -30,13 +30,39 @@ def test_a_copy_plays(copy: Path) -> None:
     assert "success" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["compare", "a", "b"], ["eval", "tiny"], ["doctor"], ["--model", "tiny"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare", "a", "b"],
+        ["eval", "tiny"],
+        ["doctor"],
+        ["--model", "tiny"],
+        ["--model", "a", "--resume"],
+        ["--model", "a", "--loader", "transformers"],
+        ["play", "a.py", "--watch"],
+    ],
+)
 def test_what_needs_the_toolkit_says_so_in_one_line(command: list[str], tmp_path: Path) -> None:
     copy = shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path / "my-run.py")
     done = run(*command, script=copy, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: ")
     assert "needs the folder toolkit/" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["play", "a.py", "--timeout", "0"], "--timeout"),
+        (["--model", "a", "--generations", "0"], "--generations"),
+        (["--model", "a", "--run-name", "../b"], "--run-name"),
+    ],
+)
+def test_bad_input_gets_one_line_without_the_toolkit_too(command: list[str], named: str, tmp_path: Path) -> None:
+    copy = shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path / "my-run.py")
+    done = run(*command, script=copy, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert named in done.stderr
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HONEST, run
+from toolkit.machine import resolve_model
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
@@ -94,6 +95,16 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert err.startswith("error: ")
     assert named in err
     assert out == ""
+
+
+def test_an_adapter_is_evaluated_and_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run's folder stands for its adapter.  A second adapter on top of it ended in a traceback of PEFT."""
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    assert resolve_model(str(tmp_path / "run")) == str(adapter)
+    assert program.main(["--model", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {adapter} is an adapter")
 
 
 def test_bad_input_leaves_no_run_folder(tmp_path: Path) -> None:

@@ -204,6 +204,12 @@ def test_reasoning_raises_the_limits(effort: str, tokens: int) -> None:
     assert (config.max_new_tokens, config.max_seq_length) == (tokens, 568 + tokens)
 
 
+def test_more_tokens_also_fit_the_sequence() -> None:
+    """The limit of prompt and completion together stayed that of the defaults."""
+    config = program.parse_arguments(["--model", "tiny", "--max-new-tokens", "400"])
+    assert config.max_seq_length == 968
+
+
 def test_a_number_on_the_command_line_wins_over_the_recipe() -> None:
     config = program.parse_arguments(["--model=tiny", "--recipe", "published", "--generations", "4"])
     assert isinstance(config, program.TrainConfig)
