@@ -184,15 +184,20 @@ if ! stamped "$(wanted)"; then
     echo "$target" >"$stamp"
 fi
 
+missing=() requirements=()
 for extra in "${extras[@]}"; do
-    pins=$(groups "$extra" stack)
+    pins=$(groups "$extra" stack)  # naming the stack again keeps its versions
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
-        say "installing what $extra needs"
-        read -ra requirements <<<"${pins//$'\n'/ }"  # naming the stack again keeps its versions
-        pip_install "${requirements[@]}" || failed "what $extra needs"
-        echo "$pins" >"$stamp-$extra"
+        missing+=("$extra")
+        read -ra words <<<"${pins//$'\n'/ }"
+        requirements+=("${words[@]}")
     fi
 done
+if [[ ${#missing[@]} -gt 0 ]]; then
+    say "installing what ${missing[*]} needs"
+    pip_install "${requirements[@]}" || failed "what ${missing[*]} needs"
+    for extra in "${missing[@]}"; do groups "$extra" stack >"$stamp-$extra"; done
+fi
 
 [[ $# -gt 0 ]] || exit 0
 export PATH="$prefix/bin:$PATH"

@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 from tests.preloaded import run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_steps_are_measured_on_a_cpu_too(base: Path) -> None:
     done = run("--batches", 1, 4, "--steps", 1, "--tokens", 150, script=ROOT / "benchmarks" / "bench_gpu.py")
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def spread(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out / "spread", json.loads(done.stdout.splitlines()[-1]), done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
     assert (spread.result["ranks"], spread.result["steps"]) == (2, 2)
     calls = [int(count) for count in re.findall(r"calls of fully_shard: (\d+)", spread.stderr)]
@@ -65,7 +65,7 @@ def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
     assert [line.split()[1] for line in spread.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_adapter_is_whole(spread: Run) -> None:
     """Training moved both halves of every matrix.  LoRA's B starts at 0."""
     from safetensors.torch import load_file
@@ -81,13 +81,13 @@ def test_the_adapter_is_whole(spread: Run) -> None:
     assert queries[:half].abs().max() > 0 < queries[half:].abs().max()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
     done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--size", "4", "--json")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_transformers_alone_start_from_the_same_model(spread: Run, trained: conftest.Run) -> None:
     """The untrained model, spread over two processes, writes the same programs as Unsloth's."""
     assert spread.result["before"] == trained.result["before"]

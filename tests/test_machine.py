@@ -501,7 +501,7 @@ def qwen(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path) -> None:
     """It trains.  After one download the hub is no longer needed."""
     with FakeHub() as server:

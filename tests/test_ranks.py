@@ -51,14 +51,14 @@ def together(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(out / "two", json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr, steps)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_of_them_speaks(together: Run) -> None:
     assert together.result["ranks"] == RANKS
     assert len(together.stdout.splitlines()) == 1
     assert [line.split()[1] for line in together.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_has_the_groups_of_both(together: Run) -> None:
     """Whole groups, each with its own boards.  A rank that ignores its number would play the other's boards."""
     assert [len(step["completions"]) for step in together.steps] == [RANKS * BATCH] * STEPS
@@ -71,13 +71,13 @@ def test_a_step_has_the_groups_of_both(together: Run) -> None:
     assert len(set(boards)) == len(boards) == STEPS * RANKS * BATCH // GENERATIONS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_they_sample_different_programs(together: Run) -> None:
     texts = [row["text"] for row in together.steps[0]["completions"]]
     assert texts[:BATCH] != texts[BATCH:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
     """The program itself has checked that both ranks end with the same adapter."""
     names = {path.name for path in together.folder.iterdir()}
@@ -176,7 +176,7 @@ def test_commands_other_than_train_refuse_it(tmp_path: Path) -> None:
     assert "eval runs in one process: start it with python, without torchrun" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_left_of_them(together: Run) -> None:
     ours = [pid for pid in descendants(os.getpid()) if str(together.folder.parent).encode() in cmdline(pid)]
     assert wait_until(lambda: not any(map(alive, ours)), 5)

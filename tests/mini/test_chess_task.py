@@ -263,7 +263,7 @@ def test_every_option_has_a_word_of_help() -> None:
     assert numeric <= RANGES.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_job_learns(tmp_path: Path) -> None:
     """Both tasks, trained together, gain 0.2 of sampled reward from the warm start within 15 of the job's 40 steps."""
     done = run_mini("chess", "--json", "--no-control", "--steps", 15, "--log-dir", tmp_path)

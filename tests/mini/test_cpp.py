@@ -18,7 +18,7 @@ from tests.mini.helpers import ROOT
 
 STEPS = 5
 MISSING = [tool for tool in ("cmake", "ninja", "g++") if not shutil.which(tool)]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(MISSING), reason=f"not found: {', '.join(MISSING)}")]
 
 
 @pytest.fixture(scope="module")
