@@ -23,6 +23,8 @@ from tests.helpers import ROOT
 from tests.preloaded import SCRIPT, Server, run
 from toolkit import export
 
+pytestmark = pytest.mark.long
+
 ADAPTER = Path("adapter", "adapter_model.safetensors")
 MODEL = ("--model", "unsloth/gpt-oss-20b")
 SMALL = ("--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--size", 4, "--games", 2,
@@ -120,7 +122,6 @@ def two_gpus(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> t
     return out / "run", done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_every_expert_has_an_adapter_in_four_bits(four_bits: Path) -> None:
     from safetensors.torch import load_file
 
@@ -130,7 +131,6 @@ def test_every_expert_has_an_adapter_in_four_bits(four_bits: Path) -> None:
     assert any(weight.any() for name, weight in weights.items() if ".experts." in name and "lora_B" in name)
 
 
-@pytest.mark.long
 def test_unsloth_does_as_it_is_told(two_gpus: tuple[Path, str]) -> None:
     """It recomputes activations as its loader was told.  It does not warn at each generation that our length overrides
     the one that it has put into the model's configuration."""
@@ -139,7 +139,6 @@ def test_unsloth_does_as_it_is_told(two_gpus: tuple[Path, str]) -> None:
     assert "max_length" not in two_gpus[1]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(four_bits, tmp_path / "run", symlinks=True)
     for later in ("checkpoint-2", "adapter"):
@@ -150,7 +149,6 @@ def test_a_run_goes_on_to_the_same_weights(server: Server, four_bits: Path, tmp_
     assert (folder / ADAPTER).read_bytes() == (four_bits / ADAPTER).read_bytes()
 
 
-@pytest.mark.long
 def test_two_gpus_end_with_the_same_adapter(two_gpus: tuple[Path, str], four_bits: Path) -> None:
     """Unsloth's trainer goes past DDP and averages gradients itself; the program refuses adapters that differ."""
     steps = (two_gpus[0] / "rollouts.jsonl").read_text().splitlines()
@@ -158,7 +156,6 @@ def test_two_gpus_end_with_the_same_adapter(two_gpus: tuple[Path, str], four_bit
     assert (two_gpus[0] / ADAPTER).read_bytes() != (four_bits / ADAPTER).read_bytes()
 
 
-@pytest.mark.long
 def test_the_benchmark_runs(server: Server, base: Path) -> None:
     said = on_gpu(server, "--model", base, "--batches", 2, "--steps", 1, "--tokens", 80,
                   script=ROOT / "benchmarks" / "bench_gpu.py")  # fmt: skip
@@ -175,7 +172,6 @@ def check_the_adapter(folder: str) -> None:
     assert [name for name, weight in written.items() if not weight.equal(loaded[name].to(weight))] == []
 
 
-@pytest.mark.slow
 def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tmp_path: Path) -> None:
     """Unsloth left a note in the configuration, mistook the adapter for its old layout by it, and shuffled it."""
     lora = tmp_path / "lora"
@@ -184,7 +180,6 @@ def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tm
     assert "repacked" not in said
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
 def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base: Path, tmp_path: Path) -> None:
     """An adapter to fused experts was refused if its base had been trained in 4 bits."""

@@ -28,7 +28,7 @@ def bench() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_algorithm_is_held_against_the_plain_loop() -> None:
     command = [sys.executable, str(SCRIPT), "--repetitions", "2", "--batch", "2", "--horizon", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -37,7 +37,7 @@ def test_every_algorithm_is_held_against_the_plain_loop() -> None:
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in speed.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_not_made_again_unless_its_words_change(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
