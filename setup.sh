@@ -184,19 +184,20 @@ if ! stamped "$(wanted)"; then
     echo "$target" >"$stamp"
 fi
 
-missing=() requirements=()
+declare -A missing=()
+requirements=()
 for extra in "${extras[@]}"; do
     pins=$(groups "$extra" stack)  # naming the stack again keeps its versions
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
-        missing+=("$extra")
+        missing[$extra]=$pins
         read -ra words <<<"${pins//$'\n'/ }"
         requirements+=("${words[@]}")
     fi
 done
 if [[ ${#missing[@]} -gt 0 ]]; then
-    say "installing what ${missing[*]} needs"
-    pip_install "${requirements[@]}" || failed "what ${missing[*]} needs"
-    for extra in "${missing[@]}"; do groups "$extra" stack >"$stamp-$extra"; done
+    say "installing what ${!missing[*]} needs"
+    pip_install "${requirements[@]}" || failed "what ${!missing[*]} needs"
+    for extra in "${!missing[@]}"; do echo "${missing[$extra]}" >"$stamp-$extra"; done
 fi
 
 [[ $# -gt 0 ]] || exit 0
