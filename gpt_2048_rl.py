@@ -16,8 +16,8 @@ parameters trains through the same code.
 
 Read the file from top to bottom: no name is used above its definition.  It departs from the published gpt-oss notebook
 where that went wrong: strategies run in a jail and not in the trainer; losers are graded by the tile they reached; the
-answers of a group share their boards; answers start in the final channel; the target doubles once it is solved; results
-are compared with random and greedy play on boards that training never saw.
+answers of a group share their boards; answers start in the final channel; a solved task gives way to a harder one;
+results are compared with random and greedy play on boards that training never saw.
 
 `toolkit/` holds what this file uses and does not explain.  A copy of this file alone plays, judges and trains.
 Shapes: B completions, T tokens, R reward functions.
@@ -59,7 +59,7 @@ from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 try:
     from toolkit import UsageError
@@ -76,10 +76,7 @@ except ImportError:  # a copy of this file without its toolkit/, or a referee's 
     class AtomicCheckpoints:  # type: ignore[no-redef]
         """Without the toolkit, there is nothing to resume from."""
 
-    @cache
-    def board_key() -> str:
-        """Without the toolkit, boards are new in every run."""
-        return os.urandom(16).hex()
+    board_key = cache(lambda: os.urandom(16).hex())  # without the toolkit, boards are new in every run
 
 
 if TYPE_CHECKING:
@@ -112,8 +109,7 @@ def key_table(layout: str = "bepo") -> Mapping[str, int]:
 
 def direction_of(key: object, table: Mapping[str, int]) -> int | None:
     """The direction of a key, or None.  Case and surrounding blanks do not matter.  The unbound methods read the real
-    characters of a str subclass, whatever it overrides.  `type(key)`, not isinstance: an object can claim any
-    `__class__`."""
+    characters of a str subclass.  `type(key)`, not isinstance: an object can claim any `__class__`."""
     return table.get(str.lower(str.strip(key))) if issubclass(type(key), str) else None  # type: ignore[arg-type]
 
 
@@ -160,8 +156,7 @@ class GameBoard:
     is a `choice` over the empty cells in row-major order, then a 4 if `random() < 0.1`, else a 2; two spawns at the
     start; a move that changes nothing spawns nothing.
 
-    `spawned` is the cell of the newest tile.  Raises ValueError that names an argument out of range.
-    """
+    `spawned` is the cell of the newest tile.  Raises ValueError that names an argument out of range."""
 
     __slots__ = ("_bits", "_columns", "_exponent", "_flat", "_keys", "_random", "_rows", "_score", "_state", "size",
                  "spawned", "target")  # fmt: skip
@@ -274,7 +269,8 @@ ALLOWED_MODULES = ("math", "random", "itertools", "functools", "collections", "h
 RULES = """
 `board` is a list of {size} lists of {size} whole numbers; 0 is an empty cell. The function returns one key: \
 "{up}" for up, "{down}" for down, "{left}" for left, "{right}" for right. Use native Python only, keep helper \
-functions inside `strategy`, and import nothing but {modules}. Answer with one short function in a fenced block:
+functions inside `strategy`, and import nothing but {modules}. The function must work for any board size. Answer \
+with one short function in a fenced block:
 ```python
 def strategy(board):
     ...
@@ -308,9 +304,8 @@ _NEXT_TURN = re.compile(r"<\|(?:return|end|call)\|>\s*<\|start\|>")
 
 def final_channel(text: str, reasons: bool = False) -> str | None:
     """The final channel of a harmony answer (gpt-oss), with or without special tokens; other text unchanged.  None
-    where the text ends before the final channel begins: an analysis does not count.  Without special tokens only the
-    first word shows an analysis.  Prose can begin with that word too, so text has to follow it at once, unless the
-    model `reasons` before it answers."""
+    where the text ends before that begins.  Without special tokens only the first word shows an analysis.  Prose can
+    begin with that word too, so text has to follow it at once, unless the model `reasons` before it answers."""
     if text.lstrip().startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
         final = _FINAL_CHANNEL.search(text)
         return _NEXT_TURN.split(text[final.end() :], maxsplit=1)[0] if final else None
@@ -626,9 +621,8 @@ class Jail:
     def enter(self, parent: int) -> None:
         """Lock the calling process in, and prove it."""
         if os.geteuid() == 0:
-            nobody = 65534
-            for give_up in (partial(os.setgroups, []), partial(os.setresgid, *[nobody] * 3),
-                            partial(os.setresuid, *[nobody] * 3)):  # fmt: skip
+            nobody = [65534] * 3
+            for give_up in (partial(os.setgroups, []), partial(os.setresgid, *nobody), partial(os.setresuid, *nobody)):
                 with contextlib.suppress(OSError):  # each by itself: a user namespace can refuse one, or have no nobody
                     give_up()
         if self._capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):  # linux/capability.h, version 3: none at all
@@ -677,9 +671,8 @@ def _fix_random(seed: int) -> None:
     random.seed = vars(random)["_inst"].seed
 
 
-def _guarded_import(
-    name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0
-) -> ModuleType:
+def _guarded_import(name: str, globals: object = None, locals: object = None, fromlist: object = (),
+                    level: int = 0) -> ModuleType:  # fmt: skip
     """`__import__` for strategies: the allowed modules and no others."""
     if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
         raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
@@ -1055,8 +1048,7 @@ class _Worker:
     def __init__(self, core: int, jailed: bool) -> None:
         import threading
 
-        # This file by its path: a copy works under any name.  Not -I, which would ignore PYTHONHASHSEED: the order of
-        # sets must not change a reward.
+        # This file by its path: a copy works under any name.  Not -I, which would ignore PYTHONHASHSEED.
         self._command = [sys.executable, "-P", "-s", "-S", "-W", "ignore", str(Path(__file__).resolve()), "worker",
                          str(core), str(int(jailed))]  # fmt: skip
         self._turn, self._closed = threading.Lock(), False
@@ -1230,7 +1222,6 @@ WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
 CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
 
-
 _judge_batch = lru_cache(maxsize=2)(lambda jobs: shared_pool().judge(jobs))  # all reward functions ask for a batch
 
 
@@ -1240,9 +1231,8 @@ def completion_text(completion: Any) -> str:
 
 
 def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
-    """The verdict on each completion.  A batch is judged once, whichever reward function asks first.  The game comes
-    from the dataset's columns, one entry per completion: `seeds` (the boards), `size`, `target`, `keys`, `timeout`,
-    `reasons`."""
+    """The verdict on each completion.  A batch is judged once, whichever reward asks first.  The game comes from the
+    dataset's columns, one entry per completion: `seeds` (boards), `size`, `target`, `keys`, `timeout`, `reasons`."""
     rows = [{name: kwargs[name][i] for name in kwargs.keys() & {"size", "target", "keys", "timeout", "reasons"}}
             for i in range(len(completions))]  # fmt: skip
     boards = map(tuple, kwargs.get("seeds", [BOARDS] * len(completions)))
@@ -1310,29 +1300,43 @@ def flat_groups(totals: Sequence[float], group: int) -> list[bool]:
     return [max(part) - min(part) < 1e-6 for part in (totals[i : i + group] for i in range(0, len(totals), group))]
 
 
-class Curriculum:
-    """The target tile in training: it doubles once more than `bar` of the games of the last `groups` groups are won.
-    With bar 1 the target never changes.  The data loader asks for a step's groups during the step before, so a new
-    target holds from the step after the next."""
+class Stage(NamedTuple):
+    """A game to solve: the cells along each side of its board, and the tile that wins."""
 
-    def __init__(self, target: int, bar: float = 0.9, groups: int = 8) -> None:
-        self.bar = bar
-        self.target = target  # the newest; `since` has all
-        self.since: list[tuple[int, int]] = [(0, target)]  # (first step of a target, target)
-        self.recent: deque[float] = deque(maxlen=groups)  # shares of won games at the last target
+    size: int
+    target: int
 
-    def at(self, step: int) -> int:
-        """The target of a step's groups; the first step is 0."""
-        return next(target for first, target in reversed(self.since) if first <= step)
+    @classmethod
+    def read(cls, text: str) -> Stage:
+        """A stage as people write it, "4:2048".  Raises ValueError, in one line."""
+        if not re.fullmatch(r"[0-9]{1,2}:[0-9]{1,20}", text):
+            raise ValueError(f"a stage is a board's size and a target, like 4:2048, not {text!r}")
+        stage = cls(*map(int, text.split(":")))
+        check_game(*stage)
+        return stage
 
-    def record(self, step: int, target: int, won: float) -> None:
-        """Note a group's share of won games, and double the target if it is time."""
-        if target == self.target:  # groups that were under way when the target doubled do not count
+
+class Ladder:
+    """The stages of training.  The next one begins once more than `bar` of the games of the last `groups` groups are
+    won; after the last one the target doubles.  With bar 1 the first stage never ends.  The data loader asks for a
+    step's groups during the step before, so a new stage holds from the step after the next."""
+
+    def __init__(self, stages: Sequence[Stage], bar: float = 0.9, groups: int = 8) -> None:
+        self.bar, self._later = bar, deque(stages)
+        self.since = [(0, self._later.popleft())]  # (first step of a stage, stage)
+        self.recent: deque[float] = deque(maxlen=groups)  # shares of won games at the newest stage
+
+    def at(self, step: int) -> Stage:
+        """The stage of a step's groups; the first step is 0."""
+        return next(stage for first, stage in reversed(self.since) if first <= step)
+
+    def record(self, step: int, stage: Stage, won: float) -> None:
+        """Note a group's share of won games, and begin the next stage if it is time."""
+        size, target = newest = self.since[-1][1]
+        if stage == newest:  # groups that were under way when a stage began do not count
             self.recent.append(won)
-        solved = len(self.recent) == self.recent.maxlen and statistics.fmean(self.recent) > self.bar
-        if solved and self.target < 1 << 63:
-            self.target *= 2
-            self.since.append((step + 2, self.target))
+        if len(self.recent) == self.recent.maxlen and statistics.fmean(self.recent) > self.bar:
+            self.since.append((step + 2, self._later.popleft() if self._later else Stage(size, 2 * target)))
             self.recent.clear()
 
 
@@ -1348,10 +1352,8 @@ REASONING = {"none": 200, "low": 1024, "medium": 2048, "high": 4096}  # tokens o
 
 @dataclass(kw_only=True)
 class GameOptions:
-    """The game, and what a program may use."""
+    """The keys, and what a program may use."""
 
-    size: int = 6  # cells along each side of the board
-    target: int = 2048  # the tile that wins
     keys: Layout = "bepo"  # keyboard layout of the four moves
     timeout: Annotated[float, (0.01, 3600.0)] = 5.0  # CPU seconds for a game's first 1,000 moves, again per 1,000 more
     unsafe_no_jail: bool = False  # run model-written code without seccomp; the result records it
@@ -1392,7 +1394,7 @@ class CommonOptions:
 
 @dataclass(kw_only=True)
 class GRPOOptions:
-    """The algorithm: groups, optimizer, loss, rewards, curriculum."""
+    """The algorithm: groups, optimizer, loss, rewards, stages."""
 
     generations: Annotated[int, (2, 1024)] = 16  # completions in a group, compared with one another
     batch_size: Annotated[int, (1, 1024)] = 8  # completions in a forward pass
@@ -1413,8 +1415,9 @@ class GRPOOptions:
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
-    curriculum: bool = True  # double the target in training once it is solved
-    curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.9  # share of won games above which a target is solved
+    ladder: tuple[str, ...] = ("6:2048", "5:2048", "4:256", "4:512", "4:1024", "4:2048", "4:4096")  # SIZE:TARGET stages
+    curriculum: bool = True  # begin the ladder's next stage once one is solved; after the last one the target doubles
+    curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.9  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 8  # groups over which that share is taken
 
 
@@ -1441,8 +1444,7 @@ class TrainConfig(CommonOptions, GameOptions, ModelOptions, GRPOOptions, RunOpti
     """Train a model with GRPO.  Then compare it, on held-out boards, with the untrained model and two controls.
 
     The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own:
-    --help shows those of the given --model and --recipe.
-    """
+    --help shows those of the given --model and --recipe."""
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
@@ -1451,8 +1453,8 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
-    "scale_rewards": "group", "save_steps": 100, "curriculum": False, "flat_reward": True, "cut_off_price": 0.0,
-    "skip_flat_groups": False, "max_grad_norm": 1.0}  # fmt: skip
+    "scale_rewards": "group", "save_steps": 100, "ladder": ("6:2048",), "curriculum": False, "flat_reward": True,
+    "cut_off_price": 0.0, "skip_flat_groups": False, "max_grad_norm": 1.0}  # fmt: skip
 
 
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:
@@ -1468,6 +1470,8 @@ class EvalOptions:
 
     model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
     games: Annotated[int, (1, 10**4)] = 64  # held-out boards; a model samples one program for each
+    size: int = 6  # cells along each side of the board
+    target: int = 2048  # the tile that wins
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of sampling
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
@@ -1482,6 +1486,8 @@ class PlayOptions:
     """Which games to play."""
 
     file: Path  # Python source that defines strategy(board)
+    size: int = 4  # cells along each side of the board
+    target: int = 2048  # the tile that wins
     seeds: tuple[int, ...] = tuple(range(10))  # one game each; a strategy that searches could find such small seeds
     watch: bool = False  # replay the first game in the terminal
     delay: Annotated[float, (0.0, 60.0)] = 0.02  # seconds between its moves
@@ -1508,18 +1514,15 @@ def check_config(config: Any) -> None:
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
     try:
-        if isinstance(config, GameOptions):
+        if isinstance(config, PlayConfig | EvalConfig):
             check_game(config.size, config.target)
+        for stage in getattr(config, "ladder", ()):
+            Stage.read(stage)
     except ValueError as error:
-        raise UsageError(f"--{error}") from None
-    if isinstance(config, PlayConfig) and not config.seeds:
-        raise UsageError("--seeds needs at least one number")
-    if not isinstance(config, TrainConfig):
-        return
-    if config.run_name != Path(config.run_name).name or config.run_name == "..":
-        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
-    together = config.batch_size * config.accumulation
-    if together % config.generations:
+        raise UsageError(f"--{'ladder: ' * isinstance(config, TrainConfig)}{error}") from None
+    if empty := [name for name in ("seeds", "ladder") if not getattr(config, name, True)]:
+        raise UsageError(f"--{empty[0]} needs at least one value")
+    if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
                          f"({config.generations})")  # fmt: skip
 
@@ -1601,9 +1604,8 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **numbers))
     from unsloth import FastLanguageModel
 
-    return FastLanguageModel.get_peft_model(
-        model, use_gradient_checkpointing=torch.cuda.is_available(), random_state=config.seed, **numbers
-    )
+    return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=torch.cuda.is_available(),
+                                            random_state=config.seed, **numbers)  # fmt: skip
 
 
 def sample_completions(model: Any, tokenizer: Any, prompt: str, count: int, config: AnyConfig) -> list[str]:
@@ -1642,8 +1644,8 @@ def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int
 class Evaluator:
     """Plays programs and models to their end, on boards of this machine."""
 
-    def __init__(self, config: AnyConfig) -> None:
-        self.config, self.keys = config, LAYOUTS[config.keys]
+    def __init__(self, config: AnyConfig, size: int, target: int) -> None:
+        self.config, self.size, self.target, self.keys = config, size, target, LAYOUTS[config.keys]
         self.held_out = board_seeds(config.games, held_out=True)
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
@@ -1652,12 +1654,12 @@ class Evaluator:
 
     def new_game(self, seed: int) -> GameBoard:
         """A game that no tile ends."""
-        return GameBoard(self.config.size, seed, TO_THE_END)
+        return GameBoard(self.size, seed, TO_THE_END)
 
     def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False) -> list[list[GameResult]]:
         """Every program's games on some boards."""
         c = self.config
-        return execute_strategies(sources, seeds, c.size, TO_THE_END, c.keys, c.timeout, record)
+        return execute_strategies(sources, seeds, self.size, TO_THE_END, c.keys, c.timeout, record)
 
     def evaluate_model(self, model: Any, tokenizer: Any) -> Score:
         """Sample one program for each held-out board, in a wording that training never uses, and play it.  The games
@@ -1666,14 +1668,14 @@ class Evaluator:
         from toolkit import runs
 
         c = self.config
-        prompt = build_prompt(c.size, c.target, c.keys, wording=-1)
+        prompt = build_prompt(self.size, self.target, c.keys, wording=-1)
         sample = partial(sample_completions, model, tokenizer, prompt, c.games, c)
         texts = sample() if SHARDED else by_first_rank(sample)
 
         def play_them() -> Score:
-            jobs = [Job(text, (seed,), c.size, TO_THE_END, c.keys, c.timeout, True, c.reasoning != "none")
+            jobs = [Job(text, (seed,), self.size, TO_THE_END, c.keys, c.timeout, True, c.reasoning != "none")
                     for text, seed in zip(texts, self.held_out, strict=True)]  # fmt: skip
-            return runs.score([verdict.results[0].max_tile for verdict in shared_pool().judge(jobs)], c.target)
+            return runs.score([verdict.results[0].max_tile for verdict in shared_pool().judge(jobs)], self.target)
 
         return by_first_rank(play_them)
 
@@ -1682,32 +1684,32 @@ class Evaluator:
 # Training
 
 
-def training_row(config: TrainConfig, group: int, target: int) -> dict[str, Any]:
+def training_row(config: TrainConfig, group: int, stage: Stage) -> dict[str, Any]:
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
-    prompt = build_prompt(config.size, target, config.keys, wording=group % config.wordings)
-    same = {name: getattr(config, name) for name in ("size", "keys", "timeout", "flat_reward", "max_new_tokens")}
+    prompt = build_prompt(*stage, config.keys, wording=group % config.wordings)
+    same = {name: getattr(config, name) for name in ("keys", "timeout", "flat_reward", "max_new_tokens")}
     return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
-            "target": target, "reasons": config.reasoning != "none", **same}  # fmt: skip
+            **stage._asdict(), "reasons": config.reasoning != "none", **same}  # fmt: skip
 
 
-def training_set(config: TrainConfig, curriculum: Curriculum) -> Any:
-    """A datasets.Dataset with one row per group.  Rows are made on demand, at the target of their step."""
+def training_set(config: TrainConfig, ladder: Ladder) -> Any:
+    """A datasets.Dataset with one row per group.  Rows are made on demand, at the stage of their step."""
     from datasets import Dataset
 
     groups = RANKS * config.batch_size * config.accumulation // config.generations  # per step
 
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        made = [training_row(config, group, curriculum.at(group // groups)) for group in batch["group"]]
+        made = [training_row(config, group, ladder.at(group // groups)) for group in batch["group"]]
         return {name: [row[name] for row in made] for name in made[0]}
 
     return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
 
 
 class Rollouts:
-    """Every step's judged completions, a line each in rollouts.jsonl.  The curriculum learns from them."""
+    """Every step's judged completions, a line each in rollouts.jsonl.  The ladder follows from them."""
 
-    def __init__(self, file: Path, config: TrainConfig, curriculum: Curriculum) -> None:
-        self._file, self._group, self._curriculum = file, config.generations, curriculum
+    def __init__(self, file: Path, config: TrainConfig, ladder: Ladder) -> None:
+        self._file, self._group, self._ladder = file, config.generations, ladder
         self.last: dict[str, Any] = {"step": 0}  # the last step's line
         self.flat: list[bool] = []  # for each group of the last step: does it have no gradient?
 
@@ -1720,7 +1722,8 @@ class Rollouts:
                 for completion, verdict in zip(completions, judge(completions, **columns), strict=True)]  # fmt: skip
         rows = [row | {"reward": round(values[2], 4), "total": round(values[-1], 4)}  # of strategy_succeeds; the sum
                 for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)]  # fmt: skip
-        self.add({"step": self.last["step"] + 1, "target": max(columns["target"]), "completions": rows})
+        self.add({"step": self.last["step"] + 1, "size": columns["size"][0], "target": columns["target"][0],
+                  "completions": rows})  # fmt: skip
         if RANK == 0:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.last) + "\n")
@@ -1732,7 +1735,7 @@ class Rollouts:
         for i in range(0, len(completions), self._group):
             games = [game for completion in completions[i : i + self._group] for game in completion["results"]]
             won = statistics.fmean(game["outcome"] == "success" for game in games)
-            self._curriculum.record(row["step"] - 1, row["target"], won)
+            self._ladder.record(row["step"] - 1, Stage(row["size"], row["target"]), won)
 
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
@@ -1829,26 +1832,25 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         save_strategy="no" if ALONE else "steps",
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
         use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
-    make = trainer_class(rollouts, config, run)
-    return make(model=model, processing_class=tokenizer, args=arguments, train_dataset=rows,
-                reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
+    return trainer_class(rollouts, config, run)(model=model, processing_class=tokenizer, args=arguments,
+                                                train_dataset=rows, reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
     """Train, from the newest checkpoint if there is one, and leave the adapter in the run's folder.  Returns what was
     observed; without the toolkit there is nothing to resume and to observe, so None."""
-    bar = config.curriculum_bar if config.curriculum else 1.0
-    curriculum = Curriculum(config.target, bar, config.curriculum_groups)
-    rollouts = Rollouts(run / "rollouts.jsonl", config, curriculum)
-    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, curriculum))
+    stages = [Stage.read(text) for text in config.ladder]
+    ladder = Ladder(stages, config.curriculum_bar if config.curriculum else 1.0, config.curriculum_groups)
+    rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
+    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder))
     progress = weights = None
     if ALONE:
         trainer.train()
     else:
         from toolkit import ranks, watch
 
-        evaluator = Evaluator(config)
-        progress = watch.Progress(trainer, rollouts, evaluator, run, console,
+        evaluator = Evaluator(config, *stages[0])
+        progress = watch.Progress(trainer, rollouts, evaluator, run, console, partial(Evaluator, config),
                                   lambda: evaluator.evaluate_model(trainer.model, tokenizer))  # fmt: skip
         progress.train()
         weights = ranks.whole_weights(trainer)
@@ -1911,14 +1913,14 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     started = time.monotonic()
     if config.model.endswith(".py"):
         source = read_strategy(Path(config.model))
-        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
+        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config, config.size, config.target)
         if pool.judge([Job(source, ())])[0].works == "none":
             raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
         score = programs.evaluate_program(evaluator, source)
     else:
         config.model = machine.resolve_model(config.model)
         machine.check_model(config.model, config.reasoning)
-        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config)
+        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config, config.size, config.target)
         score = evaluator.evaluate_model(*load_model(config.model, config, partial(console.print, soft_wrap=True)))
     controls = {name: dataclasses.asdict(control) for name, control in programs.evaluate_controls(evaluator).items()}
     summary = {"model": config.model, **dataclasses.asdict(score), "controls": controls,
@@ -1955,11 +1957,9 @@ def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[st
         return {"train": (TrainConfig, train_alone), "play": own["play"]}
     from toolkit import export, machine, report
 
-    return own | {
-        "compare": (report.CompareConfig, report.compare),
-        "export": (export.ExportConfig, partial(export.export, task=tiny_task)),
-        "doctor": (machine.DoctorConfig, partial(machine.doctor, training=train_defaults, jail=shared_pool)),
-    }
+    doctor = partial(machine.doctor, training=train_defaults, jail=shared_pool)
+    return own | {"compare": (report.CompareConfig, report.compare), "doctor": (machine.DoctorConfig, doctor),
+                  "export": (export.ExportConfig, partial(export.export, task=tiny_task))}  # fmt: skip
 
 
 def parse_arguments(argv: list[str]) -> Any:

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,12 +204,14 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
                 seconds.append(time.perf_counter() - started)
             generate, score, update = statistics.median(seconds[1:]), 0.0, 0.0
         else:
-            curriculum = program.Curriculum(config.target)
-            rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, curriculum)
-            rows = program.training_set(config, curriculum)
+            stage = program.Stage(6, 2048)
+            ladder = program.Ladder([stage])
+            rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
+            rows = program.training_set(config, ladder)
             trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-            watch.Progress(trainer, rollouts, program.Evaluator(config), scratch, Console(quiet=True),
-                           evaluate=lambda: runs.score((), config.target)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, program.Evaluator(config, *stage), scratch, Console(quiet=True),
+                           partial(program.Evaluator, config),
+                           evaluate=lambda: runs.score((), stage.target)).train()  # fmt: skip
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")

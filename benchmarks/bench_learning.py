@@ -142,7 +142,7 @@ COLUMNS: dict[str, Callable[[Run], str]] = {
     "won after": lambda run: f"{run.result['after']['won']:.0%}",
     "95% interval": lambda run: f"{run.result['after']['won_low']:.0%} to {run.result['after']['won_high']:.0%}",
     "median tile": lambda run: f"{run.result['after']['largest_tile_median']:.0f}",
-    "last target": lambda run: str(run.result["target"]),
+    "last stage": lambda run: str(run.result["stage"]),
     "distinct": lambda run: f"{run.result['distinct']:.0%}",
     "no spread": lambda run: f"{run.result['zero_spread']:.0%}",
     "new programs": lambda run: f"{run.new[0]:.0%}, {run.new[1]:.0%}",

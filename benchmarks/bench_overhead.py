@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,33 +52,34 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     model, tokenizer = program.load_model("tiny", config, lambda _: None)
     model = program.add_adapters(model, config)
     folder.mkdir()
-    curriculum = program.Curriculum(config.target)
-    rollouts = program.Rollouts(folder / "rollouts.jsonl", config, curriculum)
-    rows = program.training_set(config, curriculum)
+    stage = program.Stage(6, 2048)
+    ladder = program.Ladder([stage])
+    rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)
+    rows = program.training_set(config, ladder)
     trainer = program.make_trainer(model, tokenizer, config, folder, rollouts, rows)
     ends: list[float] = []
     last: list[str] = []
     if side == "trl":
-        trainer = bare(trainer, config)
+        trainer = bare(trainer, rows)
         record(trainer, ends, last)
         trainer.train()
     else:
         record(trainer, ends, last)
         with (folder / "log").open("w") as file:
-            watch.Progress(trainer, rollouts, program.Evaluator(config), folder,
-                           Console(file=file, force_terminal=True),
-                           evaluate=lambda: runs.score((), config.target)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, program.Evaluator(config, *stage), folder,
+                           Console(file=file, force_terminal=True), partial(program.Evaluator, config),
+                           evaluate=lambda: runs.score((), stage.target)).train()  # fmt: skip
     return [after - before for before, after in pairwise(ends)], last
 
 
-def bare(trainer: Any, config: program.TrainConfig) -> Any:
+def bare(trainer: Any, rows: Any) -> Any:
     """TRL's own trainer with the same arguments, model, rewards and rows."""
     from trl import GRPOTrainer
 
     trainer.args.save_strategy = "no"
     return GRPOTrainer(model=trainer.model, processing_class=trainer.processing_class, args=trainer.args,
                        reward_funcs=[*program.REWARDS, program.ends_in_time],
-                       train_dataset=program.training_set(config, program.Curriculum(config.target)))  # fmt: skip
+                       train_dataset=rows)  # fmt: skip
 
 
 def record(trainer: Any, ends: list[float], last: list[str]) -> None:

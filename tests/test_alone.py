@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import HONEST, ROOT, run
 
-TINY_RUN = {"steps": 1, "generations": 4, "batch-size": 4, "accumulation": 1, "boards": 1, "size": 4, "target": 64,
+TINY_RUN = {"steps": 1, "generations": 4, "batch-size": 4, "accumulation": 1, "boards": 1, "ladder": "4:64",
             "max-new-tokens": 48}  # fmt: skip
 
 

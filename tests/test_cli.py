@@ -44,7 +44,7 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
         program.main([*command, "--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
-    assert "--target" in said
+    assert "--timeout" in said
     assert "2048" in said
 
 
@@ -65,8 +65,10 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--steps", "abc"], "--steps"),
         (["--steps", "0"], "--steps"),
         (["--learning-rate", "nan"], "--learning-rate"),
-        (["--size", "1"], "size"),
-        (["--target", "1000"], "target"),
+        (["--ladder", "4x2048"], "'4x2048'"),
+        (["--ladder", "6:2048", "1:2048"], "--ladder: size"),
+        (["--ladder", "4:1000"], "--ladder: target"),
+        (["--ladder"], "--ladder"),
         (["--keys", "dvorak"], "--keys"),
         (["--generations", "7"], "--generations"),
         (["--model", "no-such-model"], "no-such-model"),

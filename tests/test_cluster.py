@@ -34,7 +34,7 @@ def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 NUMBERS = ("--model", "tiny", "--steps", 2, "--generations", 4, "--accumulation", 1, "--boards", 2,
-           "--save-steps", 1, "--games", 4, "--size", 4, "--target", 128, "--max-new-tokens", 48)  # fmt: skip
+           "--save-steps", 1, "--games", 4, "--ladder", "4:128", "--max-new-tokens", 48)  # fmt: skip
 
 
 @dataclass(frozen=True)

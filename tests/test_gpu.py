@@ -27,8 +27,8 @@ pytestmark = pytest.mark.long
 
 ADAPTER = Path("adapter", "adapter_model.safetensors")
 MODEL = ("--model", "unsloth/gpt-oss-20b")
-SMALL = ("--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--size", 4, "--games", 2,
-         "--eval-batch-size", 2)  # fmt: skip
+SMALL = ("--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--games", 2,
+         "--ladder", "4:2048", "--eval-batch-size", 2)  # fmt: skip
 SHORT = (*SMALL, "--steps", 2, "--max-new-tokens", 48)  # room for programs: rewards differ, so the second step learns
 
 

@@ -1,4 +1,4 @@
-"""That there is something to learn, and that the way it is learned is right: skill, curriculum, prompts, groups."""
+"""That there is something to learn, and that the way it is learned is right: skill, stages, prompts, groups."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def look(sources: list[str]) -> str:
     totals = rewards(sources, **columns)
     rows = [{"text": source, "reward": total, **dataclasses.asdict(verdict)}
             for source, total, verdict in zip(sources, totals, games(sources, **columns), strict=True)]  # fmt: skip
-    summary = watch.StepSummary.of({"target": 2048, "completions": rows}, program.flat_groups(totals, len(rows)), 1.0)
+    row = {"size": 6, "target": 2048, "completions": rows}
+    summary = watch.StepSummary.of(row, program.flat_groups(totals, len(rows)), 1.0)
     return watch.Watcher(program.TrainConfig(curriculum=False)).look(summary, {})
 
 
@@ -115,59 +116,89 @@ def test_equal_rewards_are_flat_whatever_their_last_digit() -> None:
     assert program.flat_groups([1.0] * 4 + [1.0, 1.1] * 2, 4) == [True, False]
 
 
-def test_the_target_doubles_when_nine_in_ten_games_are_won() -> None:
-    curriculum = program.Curriculum(2048)
+def ladder_of(*stages: str, bar: float = 0.9, groups: int = 8) -> program.Ladder:
+    """A ladder with these stages."""
+    return program.Ladder([program.Stage.read(stage) for stage in stages], bar, groups)
+
+
+def climbed(ladder: program.Ladder, steps: int) -> list[tuple[int, int]]:
+    """The stages of so many steps, each of which wins all its games."""
+    for step in range(steps):
+        ladder.record(step, ladder.at(step), 1.0)
+    return [ladder.at(step) for step in range(steps)]
+
+
+def test_a_stage_is_a_board_and_a_target() -> None:
+    assert program.Stage.read("4:2048") == (4, 2048)
+
+
+@pytest.mark.parametrize("text", ["", "4", "4:", ":2048", "4x2048", "4:2048:1", "4:-2", "1:2048", "4:1000", "a:2048"])
+def test_what_is_no_stage_raises_value_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the command line's test reads the message
+        program.Stage.read(text)
+
+
+def test_the_next_stage_begins_when_nine_in_ten_games_are_won() -> None:
+    ladder = ladder_of("6:2048", "4:256", "4:512")
     for won in (*[1.0] * 7, 0.1, *[1.0] * 7):
-        curriculum.record(0, 2048, won)
-        assert curriculum.target == 2048
-    curriculum.record(0, 2048, 1.0)
-    assert curriculum.target == 4096
-    for _ in range(9):  # groups under way when it doubled no longer count
-        curriculum.record(0, 2048, 1.0)
-    assert curriculum.target == 4096
+        ladder.record(0, program.Stage(6, 2048), won)
+        assert len(ladder.since) == 1
+    ladder.record(0, program.Stage(6, 2048), 1.0)
+    assert ladder.since == [(0, (6, 2048)), (2, (4, 256))]
+    for _ in range(9):  # groups under way when it began do not count
+        ladder.record(0, program.Stage(6, 2048), 1.0)
+    assert len(ladder.since) == 2
     for _ in range(8):
-        curriculum.record(9, 4096, 0.95)
-    assert curriculum.target == 8192
+        ladder.record(9, program.Stage(4, 256), 0.95)
+    assert ladder.since[-1] == (11, (4, 512))
 
 
-def test_without_a_curriculum_the_target_stays() -> None:
-    curriculum = program.Curriculum(2048, bar=1.0)
-    for _ in range(9):
-        curriculum.record(0, 2048, 1.0)
-    assert curriculum.target == 2048
+def test_stages_come_in_order_and_then_the_target_doubles() -> None:
+    stages = climbed(ladder_of("6:64", "5:64", "4:32", groups=1), 12)
+    assert list(dict.fromkeys(stages)) == [(6, 64), (5, 64), (4, 32), (4, 64), (4, 128), (4, 256)]
 
 
-def test_a_new_target_holds_from_the_step_after_the_next_on() -> None:
-    """The loader already has the next step's groups, so a resumed run must give them the same target."""
-    curriculum = program.Curriculum(2048)
-    for step in range(12):
-        curriculum.record(step, curriculum.at(step), 1.0)
-    assert [curriculum.at(step) for step in range(12)] == [2048] * 9 + [4096] * 3
+def test_the_default_ladder_leads_from_the_large_board_to_the_original_game() -> None:
+    config = program.train_defaults("tiny")
+    stages = [program.Stage.read(stage) for stage in config.ladder]
+    assert [stages[0], stages[-2]] == [(6, 2048), (4, 2048)]
+    assert stages == sorted(stages, key=lambda stage: (-stage.size, stage.target))
+
+
+def test_without_a_curriculum_the_first_stage_stays() -> None:
+    assert set(climbed(ladder_of("6:2048", "4:256", bar=1.0), 12)) == {(6, 2048)}
+
+
+def test_a_new_stage_holds_from_the_step_after_the_next_on() -> None:
+    """The loader already has the next step's groups, so a resumed run must give them the same stage."""
+    assert climbed(ladder_of("6:2048", "4:256"), 12) == [(6, 2048)] * 9 + [(4, 256)] * 3
 
 
 def check_prompts() -> None:
-    curriculum = program.Curriculum(2048)
-    rows = program.training_set(program.TrainConfig(steps=40, generations=16), curriculum)
+    ladder = ladder_of("6:2048", "4:256")
+    rows = program.training_set(program.TrainConfig(steps=40, generations=16), ladder)
     prompts = [rows[i]["prompt"][0]["content"] for i in range(16)]
     assert len(set(prompts)) == len(program.WORDINGS) - 1 >= 8
     assert all("2048x2048" not in prompt and "6" in prompt and "2048" in prompt for prompt in prompts)
     assert program.build_prompt(wording=-1) not in prompts
     assert len({tuple(rows[i]["seeds"]) for i in range(16)}) == 16
-    curriculum.since.append((5, 4096))  # a step has two groups
-    assert [rows[i]["target"] for i in (9, 10)] == [2048, 4096]
-    assert "4096" in rows[10]["prompt"][0]["content"]
+    ladder.since.append((5, program.Stage(4, 256)))  # a step has two groups
+    assert [(rows[i]["size"], rows[i]["target"]) for i in (9, 10)] == [(6, 2048), (4, 256)]
+    assert rows[10]["prompt"][0]["content"] == program.build_prompt(4, 256, wording=2)
 
 
-def test_prompts_follow_the_curriculum_and_vary() -> None:
-    """Eight wordings in turns, the target of the moment, other boards for every group; never the wording kept back."""
+def test_prompts_follow_the_ladder_and_vary() -> None:
+    """Eight wordings in turns, board and target of the moment, other boards for every group; never the wording kept
+    back."""
     call(check_prompts)
 
 
 def check_the_published_recipe() -> None:
     config = program.train_defaults("tiny", "published", "none")
-    rows = program.training_set(config, program.Curriculum(2048))
+    rows = program.training_set(config, ladder_of(*config.ladder))
     assert len({rows[i]["prompt"][0]["content"] for i in range(20)}) == 1
     assert (config.generations, config.learning_rate, config.accumulation, config.flat_reward) == (2, 5e-5, 4, True)
+    assert (config.ladder, config.curriculum) == (("6:2048",), False)
 
 
 def test_the_published_recipe_has_one_prompt() -> None:

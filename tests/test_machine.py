@@ -480,7 +480,7 @@ def test_only_missing_files_take_room(tmp_path: Path, hub: FakeHub, monkeypatch:
 
 
 SHORT = ("--steps", "1", "--generations", "2", "--batch-size", "2", "--accumulation", "1", "--boards", "1",
-         "--size", "4", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
+         "--ladder", "4:64", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -512,5 +512,5 @@ def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 1
     assert (tmp_path / "one" / "adapter" / "adapter_model.safetensors").is_file()
-    done = run("eval", "someone/Qwen-nano", *SHORT[-9:], env=environment)
+    done = run("eval", "someone/Qwen-nano", "--size", "4", *SHORT[-7:], env=environment)
     assert done.returncode == 0, done.stderr

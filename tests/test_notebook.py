@@ -34,7 +34,7 @@ def test_it_is_its_source_with_what_that_printed() -> None:
 
 @pytest.mark.slow
 def test_it_runs_from_top_to_bottom(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --size 4 "
+    monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --ladder 4:2048 "
                                          "--generations 16 --batch-size 16 --accumulation 1")  # fmt: skip
     notebook = jupytext.read(SOURCE)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": ROOT}}).execute()

@@ -43,7 +43,7 @@ def together(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps; a rank has two groups of each."""
     out = tmp_path_factory.mktemp("ranks")
     numbers = {"steps": STEPS, "generations": GENERATIONS, "batch-size": BATCH, "accumulation": 1, "boards": 2,
-               "save-steps": 1, "games": 4, "size": 4, "target": 128, "max-new-tokens": 48}  # fmt: skip
+               "save-steps": 1, "games": 4, "ladder": "4:128", "max-new-tokens": 48}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = torchrun("--model", "tiny", "--output-dir", out, "--run-name", "two", "--json", *flags)
     assert done.returncode == 0, done.stderr

@@ -486,7 +486,7 @@ def rewrite(name: str, **changed: Any) -> Callable[[Path], None]:
         (rewrite("result.json", boards=["a", "b", "c", "d"]), "no board in common"),
         (rewrite("result.json", after=None), "twin has no result for each board"),
         (lambda folder: (folder / "result.json").unlink(), "twin has no result for each board"),
-        (rewrite("config.json", target=64), "name runs of one target"),
+        (rewrite("config.json", ladder=["4:64"]), "name runs of one target"),
     ],
 )  # fmt: skip
 def test_runs_that_cannot_be_compared_get_one_line(

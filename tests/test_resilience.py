@@ -111,15 +111,15 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
     assert f"resuming after step {before}" in resumed.said
     assert numbers_of(resumed.folder) == numbers_of(undisturbed)
     results = [json.loads((folder / "result.json").read_text()) for folder in (resumed.folder, undisturbed)]
-    for name in ("before", "after", "steps", "target", "distinct", "zero_spread"):
+    for name in ("before", "after", "steps", "stage", "distinct", "zero_spread"):
         assert results[0][name] == results[1][name]
 
 
-def won_step(step: int, target: int) -> dict[str, Any]:
+def won_step(step: int, stage: program.Stage) -> dict[str, Any]:
     """A line of rollouts.jsonl whose two completions win their game."""
-    game = {"seed": step, "outcome": "success", "max_tile": target, "detail": ""}
+    game = {"seed": step, "outcome": "success", "max_tile": stage.target, "detail": ""}
     done = {"text": "", "source": "", "works": "load", "cheating": "", "reward": 20.0, "total": 22.0, "results": [game]}
-    return {"step": step, "target": target, "completions": [done, done]}
+    return {"step": step, **stage._asdict(), "completions": [done, done]}
 
 
 class TrainsNoFurther:
@@ -130,9 +130,10 @@ class TrainsNoFurther:
         self.remove_callback = self.add_callback = self.train = lambda *_, **__: None
 
 
-def check_the_curriculum(folder: str) -> None:
-    run, config = Path(folder), program.TrainConfig(generations=2, curriculum_groups=2, target=64)
-    original, resumed = (program.Curriculum(64, 0.9, 2) for _ in range(2))
+def check_the_ladder(folder: str) -> None:
+    run, config = Path(folder), program.TrainConfig(generations=2)
+    stages = [program.Stage(6, 64), program.Stage(4, 64)]
+    original, resumed = (program.Ladder(stages, 0.9, 2) for _ in range(2))
     for step in range(7):
         original.record(step, original.at(step), 1.0)
     rows = [won_step(step + 1, original.at(step)) for step in range(7)]
@@ -145,15 +146,15 @@ def check_the_curriculum(folder: str) -> None:
     rollouts = program.Rollouts(run / "rollouts.jsonl", config, resumed)
     unused: Any = pytest.fail
     trainer, console = TrainsNoFurther(7), Console(quiet=True)
-    watch.Progress(trainer, rollouts, program.Evaluator(config), run, console, unused).train()
-    assert original.target == 256
-    assert [resumed.at(step) for step in range(9)] == [original.at(step) for step in range(9)]
-    assert (resumed.target, *resumed.recent) == (original.target, *original.recent)
+    watch.Progress(trainer, rollouts, program.Evaluator(config, 6, 64), run, console, unused, unused).train()
+    assert [stage for _, stage in original.since] == [(6, 64), (4, 64), (4, 128)]
+    assert resumed.since == original.since
+    assert resumed.recent == original.recent
 
 
-def test_a_run_goes_on_at_the_target_that_it_had_reached(tmp_path: Path) -> None:
-    """No checkpoint holds the curriculum: it follows from the steps in rollouts.jsonl."""
-    call(check_the_curriculum, tmp_path)
+def test_a_run_goes_on_at_the_stage_that_it_had_reached(tmp_path: Path) -> None:
+    """No checkpoint holds the ladder: its stage follows from the steps in rollouts.jsonl."""
+    call(check_the_ladder, tmp_path)
 
 
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:

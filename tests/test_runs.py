@@ -319,7 +319,7 @@ def test_finalists_have_the_largest_tiles_and_play(tmp_path: Path) -> None:
         for step, (source, tiles, works, cheating) in enumerate(tries, 1):
             done = {"source": source, "reward": 0, "works": works, "cheating": cheating,
                     "results": [{"max_tile": tile} for tile in tiles]}  # fmt: skip
-            log.write(json.dumps({"step": step, "target": 128, "completions": [done]}) + "\n")
+            log.write(json.dumps({"step": step, "size": 4, "target": 128, "completions": [done]}) + "\n")
     assert runs.finalists(file, 3) == ["once", "two", "one"]
     assert runs.finalists(file, 9) == ["once", "two", "one", "small"]
 

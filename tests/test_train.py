@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
 from tests.preloaded import call, run
-from toolkit import results
-from toolkit.runs import OUTCOMES
+from toolkit import results, stage_name
+from toolkit.runs import OUTCOMES, read_curves
 from toolkit.watch import sampled_curves
 
 
@@ -124,9 +124,9 @@ def check_the_effort(folder: str) -> None:
     model, tokenizer = loaded()
     for reasoning, effort in (("none", "low"), ("high", "high")):
         config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1, max_seq_length=569)  # type: ignore[arg-type]
-        curriculum = program.Curriculum(2048)
-        rollouts = program.Rollouts(Path(folder) / "rollouts.jsonl", config, curriculum)
-        rows = program.training_set(config, curriculum)
+        ladder = program.Ladder([program.Stage(6, 2048)])
+        rollouts = program.Rollouts(Path(folder) / "rollouts.jsonl", config, ladder)
+        rows = program.training_set(config, ladder)
         trainer = program.make_trainer(model, tokenizer, config, Path(folder), rollouts, rows)
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
         before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
@@ -143,7 +143,7 @@ def test_the_effort_reaches_the_chat_template(base: Path, tmp_path: Path) -> Non
 def check_the_wording() -> None:
     model, tokenizer = loaded()
     tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
-    evaluator = program.Evaluator(program.EvalConfig(model="tiny", size=4, target=128))
+    evaluator = program.Evaluator(program.EvalConfig(model="tiny"), 4, 128)
     with pytest.raises(Exception, match="128") as asked:
         evaluator.evaluate_model(model, tokenizer)
     assert str(asked.value) == program.build_prompt(4, 128, wording=-1)
@@ -170,15 +170,16 @@ def strategy(board):
 
 
 def check_the_best_program(folder: str) -> None:
-    config, run = program.TrainConfig(size=16, games=4), Path(folder)
-    evaluator = program.Evaluator(config)
+    config, run = program.TrainConfig(games=4), Path(folder)
+    evaluator = program.Evaluator(config, 16, 2048)
     by_heart = LEARNED_BY_HEART.format(known=[program.GameBoard(16, seed).board() for seed in evaluator.held_out])
     sources = (by_heart, TWENTY_MOVES)
     scores = [sum(game.score for game in games) for games in evaluator.play(sources, evaluator.held_out)]
     assert scores[0] > scores[1] > 0
     row = {"reward": 0.0, "works": "load", "cheating": "", "results": [{"max_tile": 64}]}
     completions = [row | {"source": source} for source in sources]
-    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, "target": 64, "completions": completions}) + "\n")
+    step = {"step": 1, "size": 16, "target": 64, "completions": completions}
+    (run / "rollouts.jsonl").write_text(json.dumps(step) + "\n")
     best, score = results.keep_best(evaluator, run, 1)
     assert best == TWENTY_MOVES
     assert score
@@ -236,21 +237,29 @@ def test_training_changes_the_adapter(trained: Run) -> None:
 
 
 @pytest.mark.slow
-def test_groups_of_a_step_and_a_target_that_climbs(base: Path, tmp_path: Path) -> None:
-    """Two groups, gathered over four forward passes; games that are won by any key raise the target: 4, 8, 16."""
-    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "target": 4, "games": 2,
-               "size": 4, "save-steps": 7, "learning-rate": 1e-5}  # fmt: skip
+def test_groups_of_a_step_and_stages_that_climb(base: Path, tmp_path: Path) -> None:
+    """Two groups, gathered over four forward passes.  Games that are won by any key lead to the next stages: another
+    board, then a larger target."""
+    numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "games": 2, "save-steps": 7,
+               "learning-rate": 1e-5, "curriculum-groups": 4, "curriculum-bar": 0.3}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-    done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags)
+    done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags,
+               "--ladder", "5:4", "4:4")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "climbs" / "rollouts.jsonl").read_text().splitlines()]
-    targets = [step["target"] for step in steps]
-    assert len(targets) == 7
-    assert targets == sorted(targets)
-    assert targets[-1] > targets[0] == 4
-    assert json.loads(done.stdout)["target"] >= targets[-1]
-    assert [f"the target is {target}:" in done.stderr for target in (4, targets[-1])] == [True, True]
+    folder = tmp_path / "climbs"
+    steps = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    stages = list(dict.fromkeys((step["size"], step["target"]) for step in steps))
+    assert stages == [(5, 4), (4, 4), (4, 8)][: len(stages)]
+    assert len(steps) == 7
+    assert len(stages) >= 2
+    names = [stage_name(*stage) for stage in stages]
+    assert [f"the stage is {name}: random legal moves win" in done.stderr for name in names] == [True] * len(names)
+    assert f"at {names[-1]} " in done.stderr
+    assert json.loads(done.stdout)["stage"] == names[-1]
+    assert [name for name in names if name not in (folder / "report.html").read_text()] == []
+    sizes = read_curves(folder)["games/size"]
     for step in steps:
+        assert sizes[step["step"]] == step["size"]
         boards = [tuple(game["seed"] for game in row["results"]) for row in step["completions"]]
         assert [len(set(boards[:4])), len(set(boards[4:])), len(set(boards))] == [1, 1, 2]
         for row in step["completions"]:

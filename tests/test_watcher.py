@@ -18,13 +18,13 @@ from toolkit import tiny, watch
 from toolkit.runs import OUTCOMES
 
 HEALTHY = watch.StepSummary(
-    target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0, reward=8.0,
-    spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
+    size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0,
+    reward=8.0, spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
     jailed=0.0)  # fmt: skip
 
 
 def watcher_of(**options: Any) -> watch.Watcher:
-    """A watcher with these options, where the target stays."""
+    """A watcher with these options, where the stage stays."""
     return watch.Watcher(program.TrainConfig(**{"curriculum": False, **options}))
 
 
@@ -40,7 +40,7 @@ def test_a_healthy_step_is_silent() -> None:
         ({"works": 0.05}, {}, "valid code"),
         ({"identical": True, "flat": 1.0}, {}, "all completions are equal"),
         ({"flat": 1.0}, {}, "no gradient"),
-        ({"won": 1.0, "flat": 1.0, "identical": True}, {}, "raise --target"),
+        ({"won": 1.0, "flat": 1.0, "identical": True}, {}, "--ladder"),
         ({"cheating": 0.7}, {}, "cheat"),
         ({"outcomes": {"timeout": 0.7}}, {}, "--timeout"),
         ({"jailed": 0.7}, {}, "the jail ends most games"),
@@ -82,17 +82,17 @@ def test_a_solved_task_is_no_collapse() -> None:
     assert not watcher.collapsed
 
 
-def test_a_solved_task_is_no_trouble_where_the_target_climbs() -> None:
+def test_a_solved_stage_is_no_trouble_where_a_harder_one_follows() -> None:
     solved = dataclasses.replace(HEALTHY, won=1.0, random_won=0.5, flat=1.0, identical=True)
     assert watcher_of(patience=1, curriculum=True).look(solved, {}) == ""
 
 
 def test_it_is_said_when_random_moves_would_do_as_well() -> None:
-    """The first steps at a target do not count, because no program can be better yet."""
+    """The first steps of a stage do not count, because no program can be better yet."""
     watcher = watcher_of(patience=20)
-    said = [watcher.look(dataclasses.replace(HEALTHY, target=target), {}) for target in [2048] * 12 + [4096] * 10]
+    said = [watcher.look(dataclasses.replace(HEALTHY, size=size), {}) for size in [6] * 12 + [4] * 10]
     assert [i for i, word in enumerate(said) if "random moves would do as well" in word] == [10]
-    better = dataclasses.replace(HEALTHY, target=4096, random_won=0.3)
+    better = dataclasses.replace(HEALTHY, size=4, random_won=0.3)
     assert watcher.look(better, {}) == ""
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     """
     noise = tmp_path / "noise"
     call(make_noise, noise)
-    numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "size": 4, "target": 64,
+    numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "ladder": "4:64",
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)

@@ -18,6 +18,11 @@ def visible(text: object) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
 
 
+def stage_name(size: int, target: int) -> str:
+    """A stage of training, or a held-out game, for people."""
+    return f"{size}x{size} {target}"
+
+
 def cache_folder() -> Path:
     """Where the embedded model, compiled code and the key of the held-out boards are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_2048_rl"

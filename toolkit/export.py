@@ -300,13 +300,14 @@ def model_card(base: str, format: str, run: Path) -> str:
     config, result = read_json(run / "config.json"), read_json(run / "result.json")
     config.pop("output_dir", None)  # a path on this machine
     settings = json.dumps(config, indent=2)
+    target = int(config["ladder"][0].partition(":")[2]) if config else 0
     library, loader, kind = {
         "lora": ("peft", "AutoPeftModelForCausalLM", "A LoRA adapter"),
         "merged_16bit": ("transformers", "AutoModelForCausalLM", "The whole model in bfloat16"),
         "mxfp4": ("transformers", "AutoModelForCausalLM", "The whole model with its experts in MXFP4"),
     }[format]
     return MODEL_CARD.format(
-        library=library, loader=loader, kind=kind, results=results_table(result, config["target"]) if result else "",
+        library=library, loader=loader, kind=kind, results=results_table(result, target) if result else "",
         base="" if Path(base).is_dir() else f"\nbase_model: {base}",
         name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
         config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",

@@ -84,6 +84,8 @@ class Evaluator(Protocol):
     """Plays programs to their end on boards of this machine: the script's Evaluator."""
 
     config: Any
+    size: int
+    target: int
     keys: str  # for up, down, left and right
     held_out: tuple[int, ...]  # seeds of the held-out boards
 
@@ -124,16 +126,16 @@ def finished_game(evaluator: Evaluator, source: str) -> dict[str, Any]:
     return best_game(evaluator, evaluator.play([source], evaluator.boards(1, "picture"), record=True)[0])
 
 
-def random_moves_win(evaluator: Evaluator, target: int) -> float:
-    """Share of 16 boards of their own on which random legal moves make a target."""
+def random_moves_win(evaluator: Evaluator) -> float:
+    """Share of 16 boards of their own on which random legal moves make the target."""
     games = evaluator.play([controls(evaluator.keys)["random"]], evaluator.boards(16, "random moves"))[0]
-    return statistics.fmean(game.max_tile >= target for game in games)
+    return statistics.fmean(game.max_tile >= evaluator.target for game in games)
 
 
 def evaluate_program(evaluator: Evaluator, source: str) -> runs.Score:
     """A program's score on the held-out boards."""
     (games,) = evaluator.play([source], evaluator.held_out)
-    return runs.score([game.max_tile for game in games], evaluator.config.target)
+    return runs.score([game.max_tile for game in games], evaluator.target)
 
 
 def evaluate_controls(evaluator: Evaluator) -> dict[str, runs.Score]:

@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -234,6 +235,13 @@ def curve_charts(run: Run) -> str:
     )  # fmt: skip
 
 
+def stage_table(run: Run) -> str:
+    """The stages of training with their steps; "" before the first step."""
+    parts = ((stage, list(steps)) for stage, steps in groupby(sorted(run.steps), lambda step: run.steps[step].stage))
+    rows = [[stage, str(steps[0]), str(steps[-1])] for stage, steps in parts]
+    return table(("stage: board and target", "first step", "last step"), rows) if rows else ""
+
+
 def changes(run: Run) -> str:
     """How programs changed: the best and the middle one of five steps, from the first to the last."""
     numbers = sorted(run.steps)
@@ -243,7 +251,7 @@ def changes(run: Run) -> str:
         ranked = sorted(step.attempts, key=lambda attempt: (attempt.reward, sum(attempt.tiles)))
         middle, best = ranked[len(ranked) // 2], ranked[-1]
         different = len({attempt.source for attempt in ranked})
-        said = (f"Target {step.target}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
+        said = (f"{step.stage}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
                 f"{different} different programs in {len(ranked)} answers.")  # fmt: skip
         programs = listing(f"Best: {best}", best.source) + listing(f"Middle: {middle}", middle.source)
         cards.append(f"<article><h3>Step {number}</h3><p>{said}</p>{programs}</article>")
@@ -292,9 +300,9 @@ def write_report(folder: Path) -> Path:
     target, pairs = run.config["target"], pairs_within(run)
     scores = score_table(run.scores, target) if run.scores else ""
     facts = {**run.config, **{f"at the end: {name}": value for name, value in run.result.items() if name not in HIDDEN}}
-    known = [[name, str(value)] for name, value in facts.items()
-             if name not in HIDDEN and isinstance(value, str | int | float)]  # fmt: skip
-    after = (section("Training", curve_charts(run)), section("How programs changed", changes(run)),
+    known = [[name, " ".join(value) if name == "ladder" else str(value)] for name, value in facts.items()
+             if name not in HIDDEN and (name == "ladder" or isinstance(value, str | int | float))]  # fmt: skip
+    after = (section("Training", stage_table(run), curve_charts(run)), section("How programs changed", changes(run)),
              section("The best programs", listing("Best of the run, chosen on boards of its own", run.best, opened=True)
                      if run.best else "", best_programs(run)),
              section("Settings", "<details><summary>All of them</summary>", table(("name", "value"), known),
@@ -320,7 +328,8 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
     scores |= {player: first.scores[player] for player in (RANDOM, GREEDY) if player in first.scores}
     curves: dict[str, tuple[str, Form]] = {
         "Reward of an answer": ("reward", "number"), "Median largest tile": ("games/largest_tile", "tile"),
-        "Target": ("games/target", "tile"), "Games that made the target": ("games/won", "percent"),
+        "Board size": ("games/size", "number"), "Target": ("games/target", "tile"),
+        "Games that made the target": ("games/won", "percent"),
         "Answers whose program loads": ("games/works", "percent"),
         "Answers whose program differs from the others of its group": ("games/distinct", "percent")}  # fmt: skip
     charts = (chart(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 def board_names(evaluator: Evaluator) -> list[str]:
     """A name for each held-out board, by which runs are compared.  It tells nothing about the seed."""
-    size = evaluator.config.size
-    return [hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12] for seed in evaluator.held_out]
+    return [hashlib.sha256(f"{evaluator.size} {seed}".encode()).hexdigest()[:12] for seed in evaluator.held_out]
 
 
 def keep_best(evaluator: Evaluator, run: Path, step: int) -> tuple[str, runs.Score | None]:
@@ -42,7 +41,7 @@ def keep_best(evaluator: Evaluator, run: Path, step: int) -> tuple[str, runs.Sco
     runs.write_whole(run / "best_strategy.py", source + "\n")
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     watch.show_best(run, step, source, game)
-    return source, runs.score([game.max_tile for game in games], evaluator.config.target)
+    return source, runs.score([game.max_tile for game in games], evaluator.target)
 
 
 def write_result(
@@ -91,7 +90,7 @@ def conclude(
     say(f"playing {config.games} held-out boards with the trained model")
     after = evaluate()
     result, source = by_first_rank(partial(write_result, progress, after, jailed, started, say))
-    watch.show_scores(console, result, config.target)
+    watch.show_scores(console, result, progress.evaluator.target)
     if source:
         say(f"the best program ({run / 'best_strategy.py'}):\n\n{source}")
     return result

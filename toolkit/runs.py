@@ -34,7 +34,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from toolkit import UsageError, cache_folder
+from toolkit import UsageError, cache_folder, stage_name
 from toolkit.ranks import RANK
 
 OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")  # how a game can end
@@ -257,6 +257,7 @@ def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
 def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
     """The config that a run began with.  Fields that its version did not have get their defaults."""
     stored = read_json(run / "config.json")
+    stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     known = {field.name: stored[field.name] for field in dataclasses.fields(kind) if field.name in stored}
     return kind(**known | {"output_dir": run.parent, "run_name": run.name, "resume": False, "json": False})
 
@@ -409,7 +410,7 @@ class Attempt:
 class Step:
     """One training step."""
 
-    target: int
+    stage: str  # board and target
     attempts: tuple[Attempt, ...]
 
     @classmethod
@@ -419,7 +420,7 @@ class Step:
             Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
                     done["works"] == "load" and not done["cheating"], done["cheating"])
             for done in row["completions"])  # fmt: skip
-        return cls(int(row["target"]), tuple(attempts))
+        return cls(stage_name(row["size"], row["target"]), tuple(attempts))
 
 
 @dataclass(frozen=True)
@@ -524,8 +525,10 @@ def read_game(file: Path) -> dict[str, Any]:
 def read_run(folder: Path) -> Run:
     """A run, finished or not.  Raises UsageError if the folder holds no run or a file is damaged."""
     config, result = (read_json(folder / f"{name}.json") for name in ("config", "result"))
-    if not {"recipe", "target", "steps"} <= config.keys():
+    if not {"recipe", "ladder", "steps"} <= config.keys():
         raise UsageError(f"{folder} is no run: it has no config.json of one")
+    with naming(folder / "config.json"):
+        config["target"] = int(config["ladder"][0].partition(":")[2])  # of the held-out boards
     with naming(folder / "result.json"):
         scores, boards = read_scores(result), tuple(map(str, result.get("boards", ())))
     best = folder / "best_strategy.py"

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit import runs, visible
+from toolkit import runs, stage_name, visible
 from toolkit.programs import Evaluator, Game, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 
@@ -58,6 +58,7 @@ def exponents(games: Iterable[Mapping[str, Any]]) -> list[float]:
 class StepSummary:
     """What the completions of one step say: its line in the terminal, the watcher's evidence, and curves."""
 
+    size: int  # of the boards
     target: int
     random_won: float  # share of games in which random legal moves make this target
     won: float  # share of games
@@ -85,6 +86,7 @@ class StepSummary:
         tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
         rewards = [completion["reward"] for completion in completions]
         return cls(
+            size=row["size"],
             target=row["target"],
             random_won=random_won,
             won=outcomes["success"] / len(games),
@@ -102,10 +104,15 @@ class StepSummary:
             jailed=statistics.fmean(ended_by_the_jail(game) for game in games),
         )
 
+    @property
+    def stage(self) -> str:
+        """Board and target for people."""
+        return stage_name(self.size, self.target)
+
     def line(self) -> str:
         """The step for people."""
         return (
-            f"reward {self.reward:5.2f} ±{self.spread:5.2f}  won {self.won:4.0%} at {self.target}  "
+            f"reward {self.reward:5.2f} ±{self.spread:5.2f}  won {self.won:4.0%} at {self.stage}  "
             f"loads {self.works:4.0%}  distinct {self.distinct:4.0%}"
             + (f"  no gradient in {self.flat:.0%} of groups" if self.flat else "")
         )
@@ -160,7 +167,7 @@ class Watcher:
         self.trouble, self._lasted = "", 0  # the present one, and for how many steps it has lasted
         self._entropy = 0.0  # the last one measured
         self._first_entropies: list[float] = []
-        self._target, self._at_target = 0, 0  # the last target, and how many steps had it
+        self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
         self.lost_steps = 0  # in a row
 
     @property
@@ -172,8 +179,8 @@ class Watcher:
         """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
         nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
-        self._at_target = self._at_target + 1 if step.target == self._target else 1
-        self._target = step.target
+        self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
+        self._stage = step.stage
         trouble = self._name(step, logs)
         self._lasted = self._lasted + 1 if trouble == self.trouble else 0
         self.trouble = trouble
@@ -190,7 +197,7 @@ class Watcher:
                 logs.get("completions/clipped_ratio", 0.0) >= 0.8,
             "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint":
                 step.works <= 0.1,
-            "every game is won, there is nothing left to learn from: raise --target, or drop --no-curriculum":
+            "every game is won, there is nothing left to learn from: take a harder --ladder, or drop --no-curriculum":
                 no_spread and all_won and not self._config.curriculum,
             "collapsed, all completions are equal: lower --learning-rate, or hold the model with --beta":
                 no_spread and step.identical and not all_won,
@@ -205,8 +212,8 @@ class Watcher:
                 entropy > 3 * usual + 0.5,
             "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
                 logs.get("sampled/kl", 0.0) > self._config.kl_warning,
-            "random moves would do as well: only a higher target shows skill (--target, or the curriculum's next)":
-                self._at_target > self._config.repeat_warning and step.won <= step.random_won,
+            "random moves would do as well: only a harder stage shows skill (--ladder has the stages)":
+                self._at_stage > self._config.repeat_warning and step.won <= step.random_won,
         }  # fmt: skip
         return next((trouble for trouble, holds in troubles.items() if holds), "")
 
@@ -429,13 +436,13 @@ class Progress:
 
     def __init__(
         self, trainer: Any, rollouts: WatchedRollouts, evaluator: Evaluator, run: Path, console: Console,
-        evaluate: Callable[[], runs.Score],
+        evaluator_of: Callable[[int, int], Evaluator], evaluate: Callable[[], runs.Score],
     ) -> None:  # fmt: skip
-        """`evaluate` plays the held-out boards with the model."""
+        """`evaluator_of` is for a stage's size and target.  `evaluate` plays the held-out boards with the model."""
         self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
         self.evaluator, self.run = evaluator, run
         self._config: WatchedConfig = evaluator.config
-        self._random_won = cache(partial(random_moves_win, evaluator))
+        self._random_won = cache(lambda size, target: random_moves_win(evaluator_of(size, target)))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
         self._interruption = runs.Interruption()
         self._writer: Any = None  # of the curves, on rank 0
@@ -485,8 +492,9 @@ class Progress:
 
     def result(self) -> dict[str, Any]:
         """What result.json says of the training."""
+        assert self._summary
         distinct, flat, _ = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
-        return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "target": self._rollouts.last["target"],
+        return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "stage": self._summary.stage,
                 "distinct": round(distinct, 4), "zero_spread": round(flat, 4), "collapsed": self.collapsed}  # fmt: skip
 
     def begin(self) -> None:
@@ -539,9 +547,9 @@ class Progress:
     def _curves(self) -> dict[str, float]:
         """Curves of the last step, beside the trainer's own."""
         row = self._rollouts.last
-        step = StepSummary.of(row, self._rollouts.flat, self._random_won(row["target"]))
-        if self._summary is None or step.target != self._summary.target:
-            self._view.say(f"the target is {step.target}: random legal moves make it in {step.random_won:.0%} of games")
+        step = StepSummary.of(row, self._rollouts.flat, self._random_won(row["size"], row["target"]))
+        if self._summary is None or step.stage != self._summary.stage:
+            self._view.say(f"the stage is {step.stage}: random legal moves win {step.random_won:.0%} of its games")
         self._note(step)
         seconds = {f"seconds/{name}": value for name, value in self._trainer.seconds.items()}
         took = time.perf_counter() - self._step_began
