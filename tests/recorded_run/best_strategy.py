@@ -13,12 +13,12 @@ def strategy(board):
             rows.append((slid + [0] * (len(row) - len(slid)))[::order])
         return [list(r) for r in zip(*rows)] if turn else rows
 
-    after = {k: move(k) for k in "uiaé"}
+    after = {k: move(k) for k in "iéua"}
     moves = [k for k in after if after[k] != board]
 
     def score(k):
         board = after[k]
         flat = sum(board, [])
-        return 8 * sum(x == y for r in board for x, y in zip(r, r[1:])) + 100 * sum(r[0] for r in board) - 50 * sum(r[0] for r in board) + 50 * sum(r[0] for r in board) - 8 * sum(r == sorted(r) for r in board)
+        return 50 * flat.count(0) + 1 * sum(r == sorted(r) for r in board)
 
     return max(moves, key=score)
