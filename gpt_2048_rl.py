@@ -1499,9 +1499,6 @@ class PlayConfig(PlayOptions, GameOptions):
     """Play one strategy file."""
 
 
-AnyConfig = TrainConfig | EvalConfig
-
-
 def check_config(config: Any) -> None:
     """Raise UsageError for a number out of its range, and for options that do not go together."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
@@ -1522,6 +1519,8 @@ def check_config(config: Any) -> None:
         raise UsageError(f"--{'ladder: ' * isinstance(config, TrainConfig)}{error}") from None
     if empty := [name for name in ("seeds", "ladder") if not getattr(config, name, True)]:
         raise UsageError(f"--{empty[0]} needs at least one value")
+    if (name := getattr(config, "run_name", "")) != Path(name).name or name == "..":
+        raise UsageError(f"--run-name must be the name of one folder, not {name!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
                          f"({config.generations})")  # fmt: skip
@@ -1530,6 +1529,7 @@ def check_config(config: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Model
 
+AnyConfig = TrainConfig | EvalConfig
 FINAL_CHANNEL = "<|channel|>final<|message|>"
 
 

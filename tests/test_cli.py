@@ -45,7 +45,7 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert "--timeout" in said
-    assert "2048" in said
+    assert "bepo" in said
 
 
 def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,13 +122,13 @@ def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest
 
 
 def test_play_prints_a_row_per_seed(honest: Path, call: Call) -> None:
-    shown, _ = call("play", honest, "--seeds", 3, 5)
+    shown, _ = call("play", honest, "--size", 6, "--seeds", 3, 5)
     rows = [line.split("│")[1:3] for line in shown.splitlines() if "success" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [["3", "success"], ["5", "success"]]
 
 
 def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
-    done = run("play", honest, "--seeds", "3", "5", "--json")
+    done = run("play", honest, "--size", "6", "--seeds", "3", "5", "--json")
     assert done.stdout.count("\n") == 1
     games = json.loads(done.stdout)["games"]
     assert {seed: game["outcome"] for seed, game in games.items()} == {"3": "success", "5": "success"}
@@ -136,8 +136,8 @@ def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
 
 
 def test_recorded_moves_replay_to_the_recorded_result(honest: Path, call: Call) -> None:
-    game = json.loads(call("play", honest, "--seeds", 3, "--json")[0])["games"]["3"]
-    board = program.GameBoard(seed=3)
+    game = json.loads(call("play", honest, "--size", 6, "--seeds", 3, "--json")[0])["games"]["3"]
+    board = program.GameBoard(6, seed=3)
     for move in game["moves"]:
         board.move(int(move))
     assert (board.score(), board.max_tile(), board.state()) == (game["score"], game["max_tile"], "success")
@@ -153,10 +153,8 @@ def test_watch_ends_on_the_final_board(honest: Path, call: Call) -> None:
 def test_other_keys_reach_the_player(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "wasd.py"
     path.write_text(HONEST.replace("éuai", "wasd"))
-    by_layout = {
-        keys: json.loads(call("play", path, "--seeds", 1, "--keys", keys, "--json")[0])["games"]["1"]["outcome"]
-        for keys in ("wasd", "bepo")
-    }
+    play = ("play", path, "--size", 6, "--seeds", 1, "--json", "--keys")
+    by_layout = {keys: json.loads(call(*play, keys)[0])["games"]["1"]["outcome"] for keys in ("wasd", "bepo")}
     assert by_layout == {"wasd": "success", "bepo": "invalid_move"}
 
 

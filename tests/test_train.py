@@ -69,7 +69,7 @@ def test_the_log_holds_sources_and_rewards_that_can_be_checked(trained: Run, poo
     row = max((row for step in trained.rollouts for row in step["completions"]), key=lambda row: float(row["reward"]))
     seeds = [game["seed"] for game in row["results"]]
     rewards = program.strategy_succeeds([row["text"]], seeds=[seeds], size=[SIZE], target=[TARGET])
-    assert rewards == [pytest.approx(row["reward"])]
+    assert rewards == [pytest.approx(row["reward"], abs=1e-4)]  # logged with four digits
 
 
 def test_checkpoints_curves_and_adapter_are_written(trained: Run) -> None:

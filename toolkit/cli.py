@@ -98,8 +98,6 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if run:
         runs.check_unchanged(config, default, CHANGEABLE)
         config.output_dir, config.run_name = default.output_dir, default.run_name
-    if config.run_name != Path(config.run_name).name or config.run_name == "..":
-        raise UsageError(f"--run-name must be the name of one folder, not {config.run_name!r}")
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.loader == "unsloth" and (config.vllm_server or SHARDED):
