@@ -6,7 +6,7 @@ process that the kernel has locked in.  What a program reaches is its reward, an
 group more likely.  gpt-oss-20b trains where there is a CUDA GPU.  Elsewhere an embedded gpt-oss with about 1 M
 parameters trains through the same code.
 
-    ./setup.sh python gpt_2048_rl.py                    train, then compare with the untrained model and two controls
+    ./setup.sh python gpt_2048_rl.py                    train, then compare with the untrained model and controls
     python gpt_2048_rl.py eval MODEL_OR_FILE.py         a model, adapter, checkpoint or strategy on held-out boards
     python gpt_2048_rl.py play FILE.py --watch          one strategy: its games, or a replay in the terminal
     python gpt_2048_rl.py compare RUN RUN ...           several runs, with paired tests on their common boards
@@ -17,7 +17,7 @@ parameters trains through the same code.
 Read the file from top to bottom: no name is used above its definition.  It departs from the published gpt-oss notebook
 where that went wrong: strategies run in a jail and not in the trainer; losers are graded by the tile they reached; the
 answers of a group share their boards; answers start in the final channel; a solved task gives way to a harder one;
-results are compared with random and greedy play on boards that training never saw.
+results stand beside blind, greedy and expert play and the best of N, on boards that training never saw.
 
 `toolkit/` holds what this file uses and does not explain.  A copy of this file alone plays, judges and trains.
 Shapes: B completions, T tokens, R reward functions.
@@ -55,7 +55,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import islice
+from itertools import cycle, islice
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from toolkit.runs import Score
     from toolkit.tiny import Task
     from toolkit.watch import Progress
 
@@ -1360,6 +1359,14 @@ class GameOptions:
 
 
 @dataclass(kw_only=True)
+class HeldOutOptions:
+    """Held-out games."""
+
+    held_out: tuple[str, ...] = ("4:2048", "6:2048")  # boards and the tiles to make on them; the first is the result
+    games: Annotated[int, (1, 10**4)] = 256  # held-out boards of each; a model samples one program for each
+
+
+@dataclass(kw_only=True)
 class ModelOptions:
     """How the model is loaded and sampled."""
 
@@ -1384,7 +1391,6 @@ class CommonOptions:
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     steps: Annotated[int, (1, 10**7)] = 300  # optimizer steps
     minutes: Annotated[float, (0.0, 1e6)] = 0.0  # stop training after this time; 0: no limit
-    games: Annotated[int, (1, 10**4)] = 64  # held-out boards, each played by a freshly sampled program
     output_dir: Path = Path("outputs")  # where the run's folder is created
     run_name: str = ""  # name of the run's folder; default: the model and the time
     resume: bool = False  # continue the newest run in --output-dir; naming a run again with --run-name continues it too
@@ -1423,7 +1429,7 @@ class GRPOOptions:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """The LoRA adapter, checkpoints, warnings, output."""
+    """The LoRA adapter, checkpoints, warnings, best programs, output."""
 
     lora_rank: Annotated[int, (1, 1024)] = 4  # adapters on attention and experts
     lora_alpha: Annotated[int, (1, 4096)] = 8
@@ -1435,13 +1441,14 @@ class RunOptions:
     repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
     kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
-    finalists: Annotated[int, (1, 1000)] = 6  # programs with the largest tiles, from which the best is chosen
+    race_seconds: Annotated[float, (1.0, 1e5)] = 60.0  # for the games by which the best program is chosen
+    best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as training's
     quiet: bool = False  # print only the result
 
 
 @dataclass(kw_only=True)
-class TrainConfig(CommonOptions, GameOptions, ModelOptions, GRPOOptions, RunOptions):
-    """Train a model with GRPO.  Then compare it, on held-out boards, with the untrained model and two controls.
+class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPOOptions, RunOptions):
+    """Train a model with GRPO.  Then compare it, on held-out boards, with the untrained model and the controls.
 
     The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own:
     --help shows those of the given --model and --recipe."""
@@ -1449,7 +1456,8 @@ class TrainConfig(CommonOptions, GameOptions, ModelOptions, GRPOOptions, RunOpti
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 75, "generations": 48, "batch_size": 48, "accumulation": 1, "boards": 1,
-    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64}  # fmt: skip
+    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
+    "eval_batch_size": 256, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
@@ -1466,18 +1474,15 @@ def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") 
 
 @dataclass(kw_only=True)
 class EvalOptions:
-    """What is evaluated, and how often."""
+    """What is evaluated."""
 
     model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
-    games: Annotated[int, (1, 10**4)] = 64  # held-out boards; a model samples one program for each
-    size: int = 6  # cells along each side of the board
-    target: int = 2048  # the tile that wins
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of sampling
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
 @dataclass(kw_only=True)
-class EvalConfig(EvalOptions, GameOptions, ModelOptions):
+class EvalConfig(EvalOptions, HeldOutOptions, GameOptions, ModelOptions):
     """Evaluate a model, an adapter, a checkpoint or a strategy file (.py) on held-out boards, beside the controls."""
 
 
@@ -1510,15 +1515,16 @@ def check_config(config: Any) -> None:
     needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
+    option = ""
     try:
-        if isinstance(config, PlayConfig | EvalConfig):
+        if isinstance(config, PlayConfig):
             check_game(config.size, config.target)
-        for stage in getattr(config, "ladder", ()):
-            Stage.read(stage)
+        for option in ("ladder", "held_out"):
+            list(map(Stage.read, getattr(config, option, ())))
     except ValueError as error:
-        raise UsageError(f"--{'ladder: ' * isinstance(config, TrainConfig)}{error}") from None
-    if empty := [name for name in ("seeds", "ladder") if not getattr(config, name, True)]:
-        raise UsageError(f"--{empty[0]} needs at least one value")
+        raise UsageError(f"--{option.replace('_', '-')}{': ' * bool(option)}{error}") from None
+    if empty := [name for name in ("seeds", "ladder", "held_out") if not getattr(config, name, True)]:
+        raise UsageError(f"--{empty[0].replace('_', '-')} needs at least one value")
     if (name := getattr(config, "run_name", "")) != Path(name).name or name == "..":
         raise UsageError(f"--run-name must be the name of one folder, not {name!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
@@ -1608,20 +1614,21 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
                                             random_state=config.seed, **numbers)  # fmt: skip
 
 
-def sample_completions(model: Any, tokenizer: Any, prompt: str, count: int, config: AnyConfig) -> list[str]:
-    """`count` completions of one prompt, sampled at the config's temperature; special tokens stripped, as in TRL."""
+def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:
+    """A completion of each prompt, sampled at the config's temperature; special tokens stripped, as in TRL."""
     import torch
 
-    messages = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True,
-                                           **template_arguments(config.reasoning))  # fmt: skip
     texts: list[str] = []
     model.eval()
     with torch.random.fork_rng(), torch.no_grad():  # training keeps its own random numbers
         torch.manual_seed(config.seed)
-        while len(texts) < count:
-            rows = min(config.eval_batch_size, count - len(texts))
-            batch = {key: value.repeat(rows, 1).to(model.device) for key, value in inputs.items()}  # (B, T)
+        while len(texts) < len(prompts):
+            rows = prompts[len(texts) : len(texts) + config.eval_batch_size]
+            chats = [[{"role": "user", "content": prompt}] for prompt in rows]
+            batch = tokenizer.apply_chat_template(
+                chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
+                tokenizer_kwargs={"padding_side": "left"}, **template_arguments(config.reasoning),
+            ).to(model.device)  # (B, T)  # fmt: skip
             ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
                                  temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
             texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -1642,42 +1649,39 @@ def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int
 
 
 class Evaluator:
-    """Plays programs and models to their end, on boards of this machine."""
+    """Plays programs and models on the held-out boards of a stage, to their end or to a `goal`."""
 
-    def __init__(self, config: AnyConfig, size: int, target: int) -> None:
-        self.config, self.size, self.target, self.keys = config, size, target, LAYOUTS[config.keys]
-        self.held_out = board_seeds(config.games, held_out=True)
+    def __init__(self, config: AnyConfig, size: int, target: int, goal: int = TO_THE_END) -> None:
+        self.config, self.size, self.target, self.goal, self.keys = config, size, target, goal, LAYOUTS[config.keys]
+        self.held_out, self.at = board_seeds(config.games, held_out=True), partial(Evaluator, config)
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
         """Seeds of other boards, for one purpose of this run."""
         return board_seeds(count, self.config.seed, purpose)
 
     def new_game(self, seed: int) -> GameBoard:
-        """A game that no tile ends."""
-        return GameBoard(self.size, seed, TO_THE_END)
+        """A game as this evaluator plays it."""
+        return GameBoard(self.size, seed, self.goal)
 
     def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False) -> list[list[GameResult]]:
         """Every program's games on some boards."""
         c = self.config
-        return execute_strategies(sources, seeds, self.size, TO_THE_END, c.keys, c.timeout, record)
+        return execute_strategies(sources, seeds, self.size, self.goal, c.keys, c.timeout, record)
 
-    def evaluate_model(self, model: Any, tokenizer: Any) -> Score:
-        """Sample one program for each held-out board, in a wording that training never uses, and play it.  The games
-        are independent, so Wilson's interval holds.  Rank 0 evaluates.  With FSDP all ranks sample together, because
-        each holds a shard of the model."""
-        from toolkit import runs
+    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]:
+        """Answers to this stage's prompt, its wordings in turn.  Rank 0 samples.  With FSDP all ranks sample together,
+        because each holds a shard of the model."""
+        prompts = [build_prompt(self.size, self.target, self.config.keys, wording) for wording in wordings]
+        asked = list(islice(cycle(prompts), count))
+        sample = partial(sample_completions, model, tokenizer, asked, self.config)
+        return sample() if SHARDED else by_first_rank(sample)
 
+    def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> list[Verdict]:
+        """The verdict on each answer, after its games on its boards."""
         c = self.config
-        prompt = build_prompt(self.size, self.target, c.keys, wording=-1)
-        sample = partial(sample_completions, model, tokenizer, prompt, c.games, c)
-        texts = sample() if SHARDED else by_first_rank(sample)
-
-        def play_them() -> Score:
-            jobs = [Job(text, (seed,), self.size, TO_THE_END, c.keys, c.timeout, True, c.reasoning != "none")
-                    for text, seed in zip(texts, self.held_out, strict=True)]  # fmt: skip
-            return runs.score([verdict.results[0].max_tile for verdict in shared_pool().judge(jobs)], self.target)
-
-        return by_first_rank(play_them)
+        jobs = [Job(answer, tuple(seeds), self.size, self.goal, c.keys, c.timeout, True, c.reasoning != "none")
+                for answer, seeds in zip(answers, boards, strict=True)]  # fmt: skip
+        return by_first_rank(lambda: shared_pool().judge(jobs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1839,19 +1843,19 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
     """Train, from the newest checkpoint if there is one, and leave the adapter in the run's folder.  Returns what was
     observed; without the toolkit there is nothing to resume and to observe, so None."""
-    stages = [Stage.read(text) for text in config.ladder]
-    ladder = Ladder(stages, config.curriculum_bar if config.curriculum else 1.0, config.curriculum_groups)
+    bar = config.curriculum_bar if config.curriculum else 1.0
+    ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder))
     progress = weights = None
     if ALONE:
         trainer.train()
     else:
-        from toolkit import ranks, watch
+        from toolkit import programs, ranks, watch
 
-        evaluator = Evaluator(config, *stages[0])
-        progress = watch.Progress(trainer, rollouts, evaluator, run, console, partial(Evaluator, config),
-                                  lambda: evaluator.evaluate_model(trainer.model, tokenizer))  # fmt: skip
+        evaluators = programs.held_out_games(map(Stage.read, config.held_out), partial(Evaluator, config))
+        progress = watch.Progress(trainer, rollouts, evaluators, run, console,
+                                  lambda: programs.evaluate_model(evaluators, trainer.model, tokenizer))  # fmt: skip
         progress.train()
         weights = ranks.whole_weights(trainer)
     if RANK == 0:
@@ -1875,8 +1879,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     with runs.blaming_the_folder(run):
         progress = learn(model, tokenizer, config, run, view)
         assert progress  # not alone
-        return results.conclude(progress, partial(progress.evaluator.evaluate_model, model, tokenizer), pool.jailed,
-                                started, console)  # fmt: skip
+        return results.conclude(progress, model, tokenizer, pool.jailed, started, console)
 
 
 def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
@@ -1908,25 +1911,22 @@ def read_strategy(path: Path) -> str:
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
-    from toolkit import machine, programs, watch
+    from toolkit import machine, programs, results
 
     started = time.monotonic()
+    evaluators = programs.held_out_games(map(Stage.read, config.held_out), partial(Evaluator, config))
     if config.model.endswith(".py"):
         source = read_strategy(Path(config.model))
-        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config, config.size, config.target)
-        if pool.judge([Job(source, ())])[0].works == "none":
+        if shared_pool(jailed=not config.unsafe_no_jail).judge([Job(source, ())])[0].works == "none":
             raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
-        score = programs.evaluate_program(evaluator, source)
+        scores = programs.evaluate_program(evaluators, source)
     else:
         config.model = machine.resolve_model(config.model)
         machine.check_model(config.model, config.reasoning)
-        pool, evaluator = shared_pool(jailed=not config.unsafe_no_jail), Evaluator(config, config.size, config.target)
-        score = evaluator.evaluate_model(*load_model(config.model, config, partial(console.print, soft_wrap=True)))
-    controls = {name: dataclasses.asdict(control) for name, control in programs.evaluate_controls(evaluator).items()}
-    summary = {"model": config.model, **dataclasses.asdict(score), "controls": controls,
-               "seconds": round(time.monotonic() - started, 1), "jailed": pool.jailed}  # fmt: skip
-    watch.show_scores(console, summary, config.target)
-    return summary
+        shared_pool(jailed=not config.unsafe_no_jail)
+        loaded = load_model(config.model, config, partial(console.print, soft_wrap=True))
+        scores = programs.evaluate_model(evaluators, *loaded)
+    return results.conclude_evaluation(config.model, evaluators, scores, shared_pool().jailed, started, console)
 
 
 def play(config: PlayConfig, console: Console) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,7 +200,7 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             seconds = []
             for _ in range(config.steps):
                 started = time.perf_counter()
-                program.sample_completions(model, tokenizer, program.build_prompt(), 1, config)
+                program.sample_completions(model, tokenizer, [program.build_prompt()], config)
                 seconds.append(time.perf_counter() - started)
             generate, score, update = statistics.median(seconds[1:]), 0.0, 0.0
         else:
@@ -209,9 +209,8 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
             rows = program.training_set(config, ladder)
             trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-            watch.Progress(trainer, rollouts, program.Evaluator(config, *stage), scratch, Console(quiet=True),
-                           partial(program.Evaluator, config),
-                           evaluate=lambda: runs.score((), stage.target)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, scratch, Console(quiet=True),
+                           evaluate=lambda: {"6x6": runs.score((), stage.target)}).train()  # fmt: skip
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")

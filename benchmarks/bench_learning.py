@@ -59,6 +59,11 @@ class Run:
     new: tuple[float, float]  # share of programs not in the warm start: first and last ten steps
     curve: list[tuple[float, float]]  # minutes of training; share of a step's games that made 2048
 
+    @property
+    def first(self) -> dict[str, Any]:
+        """The scores at the first held-out stage."""
+        return dict(next(iter(self.result["scores"].values())))
+
 
 def train(recipe: str, seed: int, out: Path, args: Args, minutes: float) -> Path:
     """Train for `minutes` (0: all steps) and return the run's folder.  A finished run is not repeated."""
@@ -138,10 +143,10 @@ def figure(runs: list[Run]) -> str:
 
 
 COLUMNS: dict[str, Callable[[Run], str]] = {
-    "won before": lambda run: f"{run.result['before']['won']:.0%}",
-    "won after": lambda run: f"{run.result['after']['won']:.0%}",
-    "95% interval": lambda run: f"{run.result['after']['won_low']:.0%} to {run.result['after']['won_high']:.0%}",
-    "median tile": lambda run: f"{run.result['after']['largest_tile_median']:.0f}",
+    "won before": lambda run: f"{run.first['before']['won']:.0%}",
+    "won after": lambda run: f"{run.first['after']['won']:.0%}",
+    "95% interval": lambda run: f"{run.first['after']['won_low']:.0%} to {run.first['after']['won_high']:.0%}",
+    "median tile": lambda run: f"{run.first['after']['largest_tile_median']:.0f}",
     "last stage": lambda run: str(run.result["stage"]),
     "distinct": lambda run: f"{run.result['distinct']:.0%}",
     "no spread": lambda run: f"{run.result['zero_spread']:.0%}",
@@ -157,13 +162,13 @@ def tables(runs: list[Run]) -> list[Table]:
     made = []
     for recipe in RECIPES:
         group = [run for run in runs if run.recipe == recipe]
-        won = sorted(run.result["after"]["won"] for run in group)
+        won = sorted(run.first["after"]["won"] for run in group)
         title = f"{recipe}: won after, median {statistics.median(won):.0%} ({won[0]:.0%} to {won[-1]:.0%})"
         made.append(Table("seed", *COLUMNS, title=title))
         for run in group:
             made[-1].add_row(str(run.seed), *(column(run) for column in COLUMNS.values()))
     made.append(Table("control", "won", "median tile"))
-    for name, score in runs[0].result["controls"].items():
+    for name, score in runs[0].first["controls"].items():
         made[-1].add_row(name, f"{score['won']:.0%}", f"{score['largest_tile_median']:.0f}")
     return made
 
@@ -190,8 +195,9 @@ def main(args: Args) -> int:
     for table in tables(runs):
         Console().print(table)
     args.figure.write_text(figure(runs))
-    stable = [run.result for run in runs if run.recipe == "stable"]
-    met = all(r["before"]["won"] <= BEFORE and r["after"]["won"] >= AFTER and r["minutes"] <= MINUTES for r in stable)
+    stable = [run for run in runs if run.recipe == "stable"]
+    met = all(run.first["before"]["won"] <= BEFORE and run.first["after"]["won"] >= AFTER
+              and run.result["minutes"] <= MINUTES for run in stable)  # fmt: skip
     details = [{name: value for name, value in asdict(run).items() if name != "curve"} for run in runs]
     print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "runs": details,
                       "met": met}, default=str))  # fmt: skip

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,9 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     else:
         record(trainer, ends, last)
         with (folder / "log").open("w") as file:
-            watch.Progress(trainer, rollouts, program.Evaluator(config, *stage), folder,
-                           Console(file=file, force_terminal=True), partial(program.Evaluator, config),
-                           evaluate=lambda: runs.score((), stage.target)).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, folder,
+                           Console(file=file, force_terminal=True),
+                           evaluate=lambda: {"6x6": runs.score((), stage.target)}).train()  # fmt: skip
     return [after - before for before, after in pairwise(ends)], last
 
 

@@ -102,10 +102,11 @@ for axis, (title, names) in zip(axes, pictures.items(), strict=True):
     axis.legend()
 
 # %%
-rows = [f"| held-out boards | made {run.config['target']} | median largest tile |", "|---|---|---|"]
-rows += [f"| {name} | {score.won:.0%} ({score.won_low:.0%} to {score.won_high:.0%}) "
-         f"| {score.largest_tile_median:.0f} |" for name, score in run.scores.items()]  # fmt: skip
-display(Markdown("\n".join(rows)))
+for stage, played in run.held_out.items():
+    rows = [f"| {stage}, held out | made {played.target} | median largest tile |", "|---|---|---|"]
+    rows += [f"| {name} | {score.won:.0%} ({score.won_low:.0%} to {score.won_high:.0%}) "
+             f"| {score.largest_tile_median:.0f} |" for name, score in played.scores.items()]  # fmt: skip
+    display(Markdown("\n".join(rows)))
 
 # %% [markdown]
 # ## How the programs changed

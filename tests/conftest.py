@@ -17,6 +17,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import gpt_2048_rl as program
 from tests import preloaded
+from tests.helpers import HELD_OUT
 from toolkit import machine, tiny
 
 # The short run: on a small board, where good programs soon come to an end.
@@ -119,7 +120,7 @@ def base(common: Path) -> Path:
 def flags(**changes: object) -> list[str]:
     """The command line of the short run, with some numbers replaced."""
     numbers = NUMBERS | {name.replace("_", "-"): value for name, value in changes.items()}
-    return [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+    return [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
 
 
 def begin_training(common: Path) -> Path:

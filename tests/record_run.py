@@ -1,7 +1,7 @@
 """Copy what pages read of a run to tests/recorded_run, so that their tests need no training.
 
     python gpt_2048_rl.py --model tiny --steps 6 --generations 8 --batch-size 8 --accumulation 1 --boards 2 \
-        --learning-rate 1e-3 --games 4 --ladder 4:128 --max-new-tokens 96 --run-name recorded
+        --learning-rate 1e-3 --games 4 --ladder 4:128 --held-out 4:128 3:32 --max-new-tokens 96 --run-name recorded
     python -m tests.record_run outputs/recorded
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import HONEST, run
+from tests.helpers import HELD_OUT, HONEST, run
 from toolkit.machine import resolve_model
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
@@ -48,14 +48,14 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
     assert "bepo" in said
 
 
-def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[str]) -> None:
     """All other options follow under headings."""
     with pytest.raises(SystemExit):
         program.main(["train", "--help"])
     _, *headings = re.split(r"^\W*[A-Z]\w+ options\W*$", capsys.readouterr().out, flags=re.MULTILINE)
     common, *others = ([line[2:] for line in part.splitlines() if re.match(r"\W*--\w", line)] for part in headings)
-    assert [line.split()[0].strip(",") for line in common][::9] == ["--model", "--json"]
-    assert len(common) == 10
+    assert [line.split()[0].strip(",") for line in common][::8] == ["--model", "--json"]
+    assert len(common) == 9
     assert sum(map(len, others)) > 30
 
 
@@ -161,12 +161,14 @@ def test_other_keys_reach_the_player(tmp_path: Path, call: Call) -> None:
 def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call: Call) -> None:
     path = tmp_path / "constant.py"
     path.write_text(CONSTANT)
-    result = json.loads(call("eval", path, "--games", 4, "--size", 5, "--target", 64, "--json")[0])
-    assert result["won"] == 0.0
-    assert result["won_low"] == 0.0
-    assert 0.4 < result["won_high"] < 0.6  # Wilson: 0 of 4
-    assert result["largest_tile_median"] < 64
-    assert {name: control["won"] for name, control in result["controls"].items()} == {"random": 1.0, "greedy": 1.0}
+    result = json.loads(call("eval", path, "--games", 4, *HELD_OUT, "--json")[0])
+    assert list(result["scores"]) == ["3x3", "4x4"]
+    stage = result["scores"]["4x4"]
+    assert (stage["target"], stage["model"]["won"], stage["model"]["won_low"]) == (16, 0.0, 0.0)
+    assert 0.4 < stage["model"]["won_high"] < 0.6  # Wilson: 0 of 4
+    assert stage["model"]["largest_tile_median"] < 16
+    assert {name: control["won"] for name, control in stage["controls"].items()} == dict.fromkeys(
+        ("random", "rotation", "greedy", "expert"), 1.0)  # fmt: skip
 
 
 def test_the_jail_that_was_left_off_is_recorded(honest: Path, call: Call) -> None:

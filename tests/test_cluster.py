@@ -18,7 +18,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests import conftest
-from tests.helpers import ROOT, run_python
+from tests.helpers import HELD_OUT, ROOT, run_python
 from tests.preloaded import call, run
 from toolkit import machine, tiny
 
@@ -34,7 +34,8 @@ def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 NUMBERS = ("--model", "tiny", "--steps", 2, "--generations", 4, "--accumulation", 1, "--boards", 2,
-           "--save-steps", 1, "--games", 4, "--ladder", "4:128", "--max-new-tokens", 48)  # fmt: skip
+           "--save-steps", 1, "--games", 4, "--ladder", "4:128", "--max-new-tokens", 48,
+           *HELD_OUT)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def test_the_adapter_is_whole(spread: Run) -> None:
 
 @pytest.mark.long
 def test_the_rest_of_the_program_takes_the_adapter(spread: Run) -> None:
-    done = run("eval", str(spread.folder / "adapter"), "--games", "4", "--size", "4", "--json")
+    done = run("eval", str(spread.folder / "adapter"), "--games", "4", *HELD_OUT, "--json")
     assert done.returncode == 0, done.stderr
 
 

@@ -16,7 +16,7 @@ import gpt_2048_rl as program
 from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
-from tests.helpers import run
+from tests.helpers import HELD_OUT, run
 from toolkit import UsageError, export, tiny
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -
     exported(learned, "lora", tmp_path / "lora")
     card = (tmp_path / "lora" / "README.md").read_text()
     result = json.loads((learned / "result.json").read_text())
-    assert f"| after training | {result['after']['won']:.0%} |" in card
+    assert f"| after training | {result['scores']['3x3']['after']['won']:.0%} |" in card
     assert '"seed": 3407' in card
     assert str(tmp_path) not in card
 
@@ -302,9 +302,9 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
 
 def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
     exported(learned, "merged_16bit", tmp_path / "merged")
-    done = preloaded.run("eval", tmp_path / "merged", "--games", "4", "--size", "4", "--json")
+    done = preloaded.run("eval", tmp_path / "merged", "--games", "4", *HELD_OUT, "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["games"] == 4
+    assert json.loads(done.stdout)["scores"]["3x3"]["model"]["games"] == 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

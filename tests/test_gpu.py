@@ -19,7 +19,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
-from tests.helpers import ROOT
+from tests.helpers import HELD_OUT, ROOT
 from tests.preloaded import SCRIPT, Server, run
 from toolkit import export
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 ADAPTER = Path("adapter", "adapter_model.safetensors")
 MODEL = ("--model", "unsloth/gpt-oss-20b")
 SMALL = ("--generations", 2, "--batch-size", 2, "--accumulation", 1, "--save-steps", 1, "--games", 2,
-         "--ladder", "4:2048", "--eval-batch-size", 2)  # fmt: skip
+         "--ladder", "4:2048", "--eval-batch-size", 2, "--best-of", 2, *HELD_OUT)  # fmt: skip
 SHORT = (*SMALL, "--steps", 2, "--max-new-tokens", 48)  # room for programs: rewards differ, so the second step learns
 
 
@@ -188,5 +188,5 @@ def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base:
            "--max-new-tokens", 8)  # fmt: skip
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    said = on_gpu(server, "eval", tmp_path / "run", "--size", 4, "--games", 2, "--max-new-tokens", 8)
-    assert "held-out boards" in said
+    said = on_gpu(server, "eval", tmp_path / "run", *HELD_OUT, "--games", 2, "--max-new-tokens", 8)
+    assert "3x3, held out" in said

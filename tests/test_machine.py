@@ -17,7 +17,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
-from tests.helpers import run
+from tests.helpers import HELD_OUT, run
 from toolkit import UsageError
 from toolkit.machine import (
     DoctorConfig,
@@ -480,7 +480,8 @@ def test_only_missing_files_take_room(tmp_path: Path, hub: FakeHub, monkeypatch:
 
 
 SHORT = ("--steps", "1", "--generations", "2", "--batch-size", "2", "--accumulation", "1", "--boards", "1",
-         "--ladder", "4:64", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json")  # fmt: skip
+         "--ladder", "4:64", "--games", "2", "--max-new-tokens", "16", "--eval-batch-size", "2", "--json",
+         *HELD_OUT)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import HELD_OUT, ROOT
 
 jupytext = pytest.importorskip("jupytext", reason="optional: ./setup.sh --with notebook")
 nbformat = pytest.importorskip("nbformat")
@@ -35,6 +35,7 @@ def test_it_is_its_source_with_what_that_printed() -> None:
 @pytest.mark.slow
 def test_it_runs_from_top_to_bottom(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --ladder 4:2048 "
+                                         f"{' '.join(HELD_OUT)} "
                                          "--generations 16 --batch-size 16 --accumulation 1")  # fmt: skip
     notebook = jupytext.read(SOURCE)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": ROOT}}).execute()

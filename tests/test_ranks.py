@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, alive, cmdline, descendants, run_python, wait_until
+from tests.helpers import HELD_OUT, ROOT, alive, cmdline, descendants, run_python, wait_until
 from tests.preloaded import call
 from toolkit import ranks
 
@@ -44,7 +44,7 @@ def together(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("ranks")
     numbers = {"steps": STEPS, "generations": GENERATIONS, "batch-size": BATCH, "accumulation": 1, "boards": 2,
                "save-steps": 1, "games": 4, "ladder": "4:128", "max-new-tokens": 48}  # fmt: skip
-    flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+    flags = [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
     done = torchrun("--model", "tiny", "--output-dir", out, "--run-name", "two", "--json", *flags)
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (out / "two" / "rollouts.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import descendants, wait_until, without_seconds
+from tests.helpers import HELD_OUT, descendants, wait_until, without_seconds
 from toolkit.runs import board_key
 
 FORESEES = """
@@ -174,7 +174,7 @@ def test_names_are_not_read_as_markup(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("[bold].py").write_text("\ufeff" + CODE, encoding="utf-8")  # with a byte order mark, as some editors write it
-    assert program.main(["eval", "[bold].py", "--games", "1", "--target", "64", "--size", "4"]) == 0
+    assert program.main(["eval", "[bold].py", "--games", "1", *HELD_OUT]) == 0
     assert "[bold].py" in capsys.readouterr().out
 
 

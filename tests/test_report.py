@@ -22,7 +22,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.browser import Browser, Page
-from tests.conftest import SIZE, TARGET, Run
+from tests.conftest import Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
 from toolkit import report, runs
@@ -89,15 +89,27 @@ def test_a_training_run_writes_its_report(trained: Run) -> None:
 def test_the_table_has_the_figures_of_the_result(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
         page.open(recorded / "report.html")
-        cells = "[...document.querySelectorAll('tbody tr')].map(r => [...r.children].map(c => c.innerText))"
-        rows = {name: figures for name, *figures in page.run(cells)}
+        cells = """[...document.querySelectorAll('tbody tr')].map(row =>
+            [row.closest('table').querySelector('th').innerText, ...[...row.children].map(cell => cell.innerText)])"""
+        rows = {(head, name): figures for head, name, *figures in page.run(cells)}
     result = json.loads((recorded / "result.json").read_text())
-    for name, score in (("before training", result["before"]), ("after training", result["after"]),
-                        ("random legal moves", result["controls"]["random"])):  # fmt: skip
+    first = result["scores"]["4x4"]
+    for name, score in (("before training", first["before"]), ("best program", first["best"]),
+                        ("expert (expectimax)", first["controls"]["expert"])):  # fmt: skip
         interval = f"{score['won_low']:.0%} to {score['won_high']:.0%}"
-        assert rows[name][0].split("\n")[:2] == [f"{score['won']:.0%}", interval]
-        assert rows[name][1].split("\n")[0] == f"{score['largest_tile_median']:.0f}"
-        assert rows[name][2] == "4"
+        won, tile, level, games = rows["4x4, held out", name]
+        assert won.split("\n")[:2] == [f"{score['won']:.0%}", interval]
+        assert tile.split("\n")[0] == f"{score['largest_tile_median']:.0f}"
+        assert (level, games) == (f"{score['mean_log2_tile']:.2f}", "4")
+    assert ("3x3, held out", "before training") in rows
+
+
+def test_the_page_says_what_blind_programs_reach(recorded: Path) -> None:
+    controls = json.loads((recorded / "result.json").read_text())["scores"]["3x3"]["controls"]
+    random, rotation = (f"{controls[name]['won']:.0%}" for name in ("random", "rotation"))
+    said = (f"On 3x3, games end at 32. Random legal moves make it in {random} of them, four keys in turn, without a "
+            f"look at the board, in {rotation}.")  # fmt: skip
+    assert said in (recorded / "report.html").read_text()
 
 
 def test_a_stopped_run_has_a_page_without_a_result(folder: Path, browser: Browser) -> None:
@@ -418,8 +430,8 @@ def test_text_stands_out(scheme: str, recorded: Path, browser: Browser) -> None:
 def other(folder: Path, tmp_path: Path) -> Path:
     """A run like the first, except for its tiles after training: higher on one board, lower on two."""
     twin = Path(shutil.copytree(folder, tmp_path / "twin", symlinks=True))
-    change(folder / "result.json", lambda result: result["after"].update(tiles=[128, 128, 128, 16]))
-    change(twin / "result.json", lambda result: result["after"].update(tiles=[256, 64, 16, 16]))
+    change(folder / "result.json", lambda result: result["scores"]["4x4"]["after"].update(tiles=[128, 128, 128, 16]))
+    change(twin / "result.json", lambda result: result["scores"]["4x4"]["after"].update(tiles=[256, 64, 16, 16]))
     return twin
 
 
@@ -429,8 +441,8 @@ def test_runs_are_compared_board_by_board(
     page_file = tmp_path / "both.html"
     assert program.main(["compare", str(folder), str(other), "--output", str(page_file), "--json"]) == 0
     after = json.loads(capsys.readouterr().out)["pairs"][0]
-    assert after == {"first": "copy, after training", "second": "twin, after training", "boards": 4,
-                     "won_first": 2, "won_second": 0, "won_p": 0.5,
+    assert after == {"stage": "4x4", "target": 128, "first": "copy, after training", "second": "twin, after training",
+                     "boards": 4, "won_first": 2, "won_second": 0, "won_p": 0.5,
                      "higher_first": 2, "higher_second": 1, "higher_p": 1.0}  # fmt: skip
     with Page(browser) as page:
         page.open(page_file)
@@ -446,12 +458,14 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
     """A run with fewer games plays the first of the same boards."""
 
     def shorten(result: dict[str, Any]) -> None:
-        result["boards"] = result["boards"][:3]
-        for score in (result["before"], result["after"], result["best"], *result["controls"].values()):
+        stage = result["scores"]["4x4"]
+        stage["boards"] = stage["boards"][:3]
+        for score in (stage["before"], stage["after"], stage["best"], *stage["controls"].values()):
             score["tiles"] = score["tiles"][:3]
 
     change(other / "result.json", shorten)
-    assert {pair.boards for pair in runs.pairs_between(runs.read_runs([folder, other]))} == {3}
+    pairs = runs.pairs_between(runs.read_runs([folder, other]))
+    assert {(pair.stage, pair.boards) for pair in pairs} == {("4x4", 3), ("3x3", 4)}
 
 
 def test_runs_of_one_name_are_told_apart(folder: Path, other: Path, tmp_path: Path) -> None:
@@ -470,6 +484,18 @@ def rewrite(name: str, **changed: Any) -> Callable[[Path], None]:
     return lambda folder: change(folder / name, lambda content: content.update(changed))
 
 
+def restage(**changed: Any) -> Callable[[Path], None]:
+    """Change fields of the first stage in result.json."""
+    return lambda folder: change(folder / "result.json", lambda result: result["scores"]["4x4"].update(changed))
+
+
+def rename_boards(folder: Path) -> None:
+    """As if another machine had played."""
+    boards = ["a", "b", "c", "d"]
+    change(folder / "result.json",
+           lambda result: [stage.update(boards=boards) for stage in result["scores"].values()])  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -481,12 +507,12 @@ def rewrite(name: str, **changed: Any) -> Callable[[Path], None]:
         (truncate("best_game.json"), "best_game.json is damaged"),
         (rewrite("best_game.json", moves=[[4, 0, 2]]), "best_game.json is damaged"),
         (lambda folder: (folder / "best_strategy.py").write_bytes(b"\xff"), "best_strategy.py is damaged"),
-        (rewrite("result.json", after={"won": "often"}), "result.json is damaged"),
-        (rewrite("result.json", boards=["x"]), "result.json is damaged"),
-        (rewrite("result.json", boards=["a", "b", "c", "d"]), "no board in common"),
-        (rewrite("result.json", after=None), "twin has no result for each board"),
-        (lambda folder: (folder / "result.json").unlink(), "twin has no result for each board"),
-        (rewrite("config.json", ladder=["4:64"]), "name runs of one target"),
+        (restage(after={"won": "often"}), "result.json is damaged"),
+        (restage(boards=["x"]), "result.json is damaged"),
+        (restage(target="none"), "result.json is damaged"),
+        (rewrite("result.json", scores={}), "twin has no result"),
+        (lambda folder: (folder / "result.json").unlink(), "twin has no result"),
+        (rename_boards, "no board in common"),
     ],
 )  # fmt: skip
 def test_runs_that_cannot_be_compared_get_one_line(
@@ -512,25 +538,28 @@ def test_a_comparison_needs_two_runs_and_a_place(folder: Path, other: Path, caps
 
 
 def test_the_result_is_there_for_each_board(trained: Run) -> None:
-    """In the order of the boards, under names that say nothing of their seeds."""
-    result = json.loads((trained.folder / "result.json").read_text())
+    """In the order of the boards, under names that say nothing of their seeds.  Games of the first stage go on to their
+    end, those of the second end at its target."""
+    result = json.loads((trained.folder / "result.json").read_text())["scores"]
     seeds = program.board_seeds(4, held_out=True)
     source = controls(program.LAYOUTS["bepo"])["greedy"]
-    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END)[0]
-    assert result["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
-    assert len(set(result["boards"])) == 4
+    for stage, size, target, goal in (("3x3", 3, 64, program.TO_THE_END), ("4x4", 4, 16, 16)):
+        played = program.execute_strategies([source], seeds, size, goal)[0]
+        assert result[stage]["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
+        assert len(set(result[stage]["boards"])) == 4
+        scores = [result[stage][name] for name in ("before", "after", "best")]
+        for score in (*scores, *result[stage]["controls"].values()):
+            assert sum(tile >= target for tile in score["tiles"]) / 4 == score["won"]
     assert not any(str(seed) in (trained.folder / "best_game.json").read_text() for seed in seeds)
-    scores = [result["before"], result["after"], result["best"], *result["controls"].values()]
-    assert all(sum(tile >= TARGET for tile in score["tiles"]) / 4 == score["won"] for score in scores)
 
 
 def test_the_recorded_game_is_the_best_one_on_the_held_out_boards(trained: Run) -> None:
     """Played once more, move for move."""
     source = (trained.folder / "best_strategy.py").read_text()
     seeds = program.board_seeds(4, held_out=True)
-    played = program.execute_strategies([source], seeds, SIZE, program.TO_THE_END, record=True)[0]
+    played = program.execute_strategies([source], seeds, 3, program.TO_THE_END, record=True)[0]
     best = max(played, key=lambda game: (game.max_tile, game.score))
-    board = program.GameBoard(SIZE, best.seed, program.TO_THE_END)
+    board = program.GameBoard(3, best.seed, program.TO_THE_END)
     start = list(itertools.chain(*board.board()))
     for move in best.moves:
         board.move(int(move))

@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
     assert f"resuming after step {before}" in resumed.said
     assert numbers_of(resumed.folder) == numbers_of(undisturbed)
     results = [json.loads((folder / "result.json").read_text()) for folder in (resumed.folder, undisturbed)]
-    for name in ("before", "after", "steps", "stage", "distinct", "zero_spread"):
+    for name in ("scores", "races", "steps", "stage", "distinct", "zero_spread"):
         assert results[0][name] == results[1][name]
 
 
@@ -146,7 +146,8 @@ def check_the_ladder(folder: str) -> None:
     rollouts = program.Rollouts(run / "rollouts.jsonl", config, resumed)
     unused: Any = pytest.fail
     trainer, console = TrainsNoFurther(7), Console(quiet=True)
-    watch.Progress(trainer, rollouts, program.Evaluator(config, 6, 64), run, console, unused, unused).train()
+    evaluators = {"6x6": program.Evaluator(config, 6, 64)}
+    watch.Progress(trainer, rollouts, evaluators, run, console, unused).train()
     assert [stage for _, stage in original.since] == [(6, 64), (4, 64), (4, 128)]
     assert resumed.since == original.since
     assert resumed.recent == original.recent

@@ -308,42 +308,27 @@ def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
         runs.rewind(file, 5)
 
 
-def test_finalists_have_the_largest_tiles_and_play(tmp_path: Path) -> None:
-    """Programs that cheat or do not load do not count.  Among equals the latest comes first."""
+def test_programs_of_the_last_stage_are_raced_first(tmp_path: Path) -> None:
+    """Then by their mean reward there, then the newest.  What cheats or does not load is left out."""
     file = tmp_path / "rollouts.jsonl"
-    tries = [("once", [64, 64], "load", ""), ("cheats", [512, 512], "load", "imports os"),
-             ("one", [32, 128], "load", ""), (None, [512, 512], "none", ""), ("fails", [512, 512], "fail", ""),
-             ("small", [2, 2], "load", ""), ("two", [128, 32], "load", ""), ("once", [256, 256], "load", ""),
-             ("once", [4, 4], "load", "")]  # fmt: skip
+    tries = [(6, "early", 20, "load", ""), (6, "both", 20, "load", ""), (4, "cheats", 9, "load", "imports os"),
+             (4, "both", 3, "load", ""), (4, None, 9, "none", ""), (4, "fails", 9, "fail", ""),
+             (4, "once", 5, "load", ""), (4, "twice", 8, "load", ""), (4, "twice", 2, "load", "")]  # fmt: skip
     with file.open("w") as log:
-        for step, (source, tiles, works, cheating) in enumerate(tries, 1):
-            done = {"source": source, "reward": 0, "works": works, "cheating": cheating,
-                    "results": [{"max_tile": tile} for tile in tiles]}  # fmt: skip
-            log.write(json.dumps({"step": step, "size": 4, "target": 128, "completions": [done]}) + "\n")
-    assert runs.finalists(file, 3) == ["once", "two", "one"]
-    assert runs.finalists(file, 9) == ["once", "two", "one", "small"]
-
-
-def test_a_run_of_an_older_version_has_scores_without_boards(tmp_path: Path) -> None:
-    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
-    result = json.loads((run / "result.json").read_text())
-    del result["boards"], result["best"]
-    for row in (result["before"], result["after"], *result["controls"].values()):
-        del row["tiles"]
-    (run / "result.json").write_text(json.dumps(result))
-    old = runs.read_run(run)
-    assert list(old.scores) == [runs.BEFORE, runs.AFTER, runs.RANDOM, runs.GREEDY]
-    assert old.scores[runs.AFTER].largest_tile_median == result["after"]["largest_tile_median"]
-    assert old.by_board(runs.AFTER) == {}
-    assert runs.pairs_within(old) == []
+        for step, (size, source, reward, works, cheating) in enumerate(tries, 1):
+            done = {"source": source, "reward": reward, "works": works, "cheating": cheating}
+            step_of_one = {"step": step, "size": size, "target": 128, "completions": [done | {"results": []}]}
+            log.write(json.dumps(step_of_one) + "\n")
+    assert runs.programs_to_race(file) == ["twice", "once", "both", "early"]
 
 
 def test_a_score_is_written_and_read_with_the_same_fields() -> None:
     run = runs.read_run(RECORDED)
-    after = run.scores[runs.AFTER]
-    assert vars(after) == run.result["after"] | {"tiles": after.tiles}
-    assert list(run.by_board(runs.AFTER).items()) == list(zip(run.result["boards"], after.tiles, strict=True))
-    assert runs.score(after.tiles, run.config["target"]) == after
+    entry, played = run.result["scores"]["4x4"], run.held_out["4x4"]
+    after = played.scores[runs.AFTER]
+    assert vars(after) == entry["after"] | {"tiles": after.tiles}
+    assert list(played.by_board(runs.AFTER).items()) == list(zip(entry["boards"], after.tiles, strict=True))
+    assert runs.score(after.tiles, played.target) == after
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,8 +336,8 @@ def test_a_score_is_written_and_read_with_the_same_fields() -> None:
 
 
 def test_a_game_is_won_when_its_target_was_made() -> None:
-    assert runs.score((64, 128, 256, 4), 128) == runs.Score(4, 0.5, 0.15, 0.85, 96.0, (64, 128, 256, 4))
-    assert runs.score((), 128) == runs.Score(0, 0.0, 0.0, 1.0, 0.0, ())
+    assert runs.score((64, 128, 256, 4), 128) == runs.Score(4, 0.5, 0.15, 0.85, 96.0, 5.75, (64, 128, 256, 4))
+    assert runs.score((), 128) == runs.Score(0, 0.0, 0.0, 1.0, 0.0, 0.0, ())
 
 
 @pytest.mark.parametrize(
@@ -365,9 +350,9 @@ def test_wilson_interval_against_published_values(won: int, games: int, low: flo
 
 def test_players_are_compared_on_the_boards_of_both() -> None:
     a, b = {"x": 256, "y": 64, "z": 32, "only a": 512}, {"x": 64, "y": 128, "z": 32, "only b": 2}
-    assert runs.compare_players("a", a, "b", b, 128) == runs.Pair("a", "b", 3, 1, 1, 1.0, 1, 1, 1.0)
-    assert runs.compare_players("a", a, "b", b, 64) == runs.Pair("a", "b", 3, 0, 0, 1.0, 1, 1, 1.0)
-    assert runs.compare_players("a", a, "b", b, 256) == runs.Pair("a", "b", 3, 1, 0, 1.0, 1, 1, 1.0)
+    assert runs.compare_players("4x4", 128, "a", a, "b", b) == runs.Pair("4x4", 128, "a", "b", 3, 1, 1, 1.0, 1, 1, 1.0)
+    assert runs.compare_players("4x4", 64, "a", a, "b", b) == runs.Pair("4x4", 64, "a", "b", 3, 0, 0, 1.0, 1, 1, 1.0)
+    assert runs.compare_players("4x4", 256, "a", a, "b", b) == runs.Pair("4x4", 256, "a", "b", 3, 1, 0, 1.0, 1, 1, 1.0)
 
 
 @pytest.mark.parametrize("count", range(9))

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
+from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit import results, stage_name
+from toolkit import programs, results, stage_name
 from toolkit.runs import OUTCOMES, read_curves
 from toolkit.watch import sampled_curves
 
@@ -39,13 +40,14 @@ def test_the_prompt_opens_the_final_channel(base: Path) -> None:
 
 
 def test_the_result_has_the_promised_fields(trained: Run) -> None:
-    assert {"before", "after", "controls", "steps", "seconds", "run"} <= trained.result.keys()
+    assert {"scores", "races", "steps", "seconds", "run"} <= trained.result.keys()
     assert trained.result["steps"] == STEPS
     assert trained.result["run"] == str(trained.folder)
-    scores = [trained.result[name] for name in ("before", "after")] + list(trained.result["controls"].values())
-    for score in scores:
-        assert 0 <= score["won_low"] <= score["won"] <= score["won_high"] <= 1
-        assert score["largest_tile_median"] >= 2
+    for stage in trained.result["scores"].values():
+        assert stage["controls"].keys() == {"random", "rotation", "greedy", "expert", "best_of_n"}
+        for score in (stage["before"], stage["after"], stage["best"], *stage["controls"].values()):
+            assert 0 <= score["won_low"] <= score["won"] <= score["won_high"] <= 1
+            assert score["largest_tile_median"] >= 2
 
 
 def test_people_get_a_line_per_step_on_stderr(trained: Run) -> None:
@@ -131,7 +133,7 @@ def check_the_effort(folder: str) -> None:
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
         before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
         with pytest.raises(Exception, match=effort):
-            program.sample_completions(model, tokenizer, "x", 1, config)
+            program.sample_completions(model, tokenizer, ["x"], config)
         tokenizer.chat_template = before
 
 
@@ -145,7 +147,7 @@ def check_the_wording() -> None:
     tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
     evaluator = program.Evaluator(program.EvalConfig(model="tiny"), 4, 128)
     with pytest.raises(Exception, match="128") as asked:
-        evaluator.evaluate_model(model, tokenizer)
+        programs.evaluate_model({"4x4": evaluator}, model, tokenizer)
     assert str(asked.value) == program.build_prompt(4, 128, wording=-1)
 
 
@@ -180,10 +182,9 @@ def check_the_best_program(folder: str) -> None:
     completions = [row | {"source": source} for source in sources]
     step = {"step": 1, "size": 16, "target": 64, "completions": completions}
     (run / "rollouts.jsonl").write_text(json.dumps(step) + "\n")
-    best, score = results.keep_best(evaluator, run, 1)
-    assert best == TWENTY_MOVES
-    assert score
-    assert score.games == config.games
+    found, games = results.keep_best(evaluator, run, 1, seconds=60)
+    assert found.ranking[0] == TWENTY_MOVES
+    assert len(games) == config.games
 
 
 def test_the_best_program_is_not_chosen_on_the_held_out_boards(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_groups_of_a_step_and_stages_that_climb(base: Path, tmp_path: Path) -> N
     numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "games": 2, "save-steps": 7,
                "learning-rate": 1e-5, "curriculum-groups": 4, "curriculum-bar": 0.3}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-    done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags,
+    done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags, *HELD_OUT,
                "--ladder", "5:4", "4:4")  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "climbs"
@@ -271,13 +272,13 @@ def test_a_damaged_adapter_gets_one_line(trained: Run, tmp_path: Path) -> None:
     folder = shutil.copytree(trained.folder / "adapter", tmp_path / "adapter")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    done = run("eval", folder, "--games", "4", "--size", "4")
+    done = run("eval", folder, "--games", "4")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: model")
     assert "Traceback" not in done.stderr
 
 
 def test_the_trained_adapter_can_be_evaluated(trained: Run) -> None:
-    done = run("eval", trained.folder / "adapter", "--games", 4, "--size", 4, "--max-new-tokens", 48, "--json")
+    done = run("eval", trained.folder / "adapter", "--games", 4, *HELD_OUT, "--max-new-tokens", 48, "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["games"] == 4
+    assert json.loads(done.stdout.splitlines()[-1])["scores"]["3x3"]["model"]["games"] == 4

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
+from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import tiny, watch
 from toolkit.runs import OUTCOMES
@@ -138,11 +139,11 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     call(make_noise, noise)
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "ladder": "4:64",
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
-    flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
+    flags = [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
     done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)
     assert done.returncode == 3, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["steps"], result["collapsed"], result["best"]) == (2, True, None)
+    assert (result["steps"], result["collapsed"], result["scores"]["3x3"]["best"]) == (2, True, None)
     assert "warning: " in done.stderr
     assert (tmp_path / "lost" / "checkpoint-2").is_dir()
     assert "no gradient in 100% of groups" in done.stderr

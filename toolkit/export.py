@@ -30,7 +30,7 @@ from toolkit.machine import (
     check_model,
     parameter_shapes,
 )
-from toolkit.runs import AFTER, BEFORE, read_json
+from toolkit.runs import read_json, read_scores
 
 if TYPE_CHECKING:
     import torch
@@ -284,15 +284,16 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 {config}"""
 
 
-def results_table(result: Mapping[str, Any], target: int) -> str:
-    """The results of a run in Markdown."""
-    scores = {BEFORE: result["before"], AFTER: result["after"],
-              **{f"control: {name} moves": score for name, score in result["controls"].items()}}  # fmt: skip
-    table = f"\n| held-out boards | made {target} | 95% interval | median tile | games |\n|---|---|---|---|---|\n"
-    for name, score in scores.items():
-        table += (f"| {name} | {score['won']:.0%} | {score['won_low']:.0%} to {score['won_high']:.0%} "
-                  f"| {score['largest_tile_median']:.0f} | {score['games']} |\n")  # fmt: skip
-    return table
+def results_table(result: Mapping[str, Any]) -> str:
+    """The results of a run in Markdown, a table for each stage."""
+    text = ""
+    for stage, played in read_scores(result).items():
+        text += (f"\n| held-out boards, {stage} | made {played.target} | 95% interval | median tile | games |\n"
+                 "|---|---|---|---|---|\n")  # fmt: skip
+        for name, score in played.scores.items():
+            text += (f"| {name} | {score.won:.0%} | {score.won_low:.0%} to {score.won_high:.0%} "
+                     f"| {score.largest_tile_median:.0f} | {score.games} |\n")  # fmt: skip
+    return text
 
 
 def model_card(base: str, format: str, run: Path) -> str:
@@ -300,14 +301,13 @@ def model_card(base: str, format: str, run: Path) -> str:
     config, result = read_json(run / "config.json"), read_json(run / "result.json")
     config.pop("output_dir", None)  # a path on this machine
     settings = json.dumps(config, indent=2)
-    target = int(config["ladder"][0].partition(":")[2]) if config else 0
     library, loader, kind = {
         "lora": ("peft", "AutoPeftModelForCausalLM", "A LoRA adapter"),
         "merged_16bit": ("transformers", "AutoModelForCausalLM", "The whole model in bfloat16"),
         "mxfp4": ("transformers", "AutoModelForCausalLM", "The whole model with its experts in MXFP4"),
     }[format]
     return MODEL_CARD.format(
-        library=library, loader=loader, kind=kind, results=results_table(result, target) if result else "",
+        library=library, loader=loader, kind=kind, results=results_table(result),
         base="" if Path(base).is_dir() else f"\nbase_model: {base}",
         name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
         config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",

@@ -1,15 +1,20 @@
-"""Programs that play: the source of the controls that a result has to beat, and what programs reach.
+"""Programs that play: the source of the controls that a result has to beat, what programs reach, and the best of many.
 
 The script's Evaluator plays the games.  This file chooses programs and boards, and sums up the games.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import runs
+from toolkit import runs, stage_name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
@@ -41,13 +46,22 @@ def moves_source(keys: str, order: str) -> str:
     return _SIMULATED_MOVES.format(vertical=keys[:2], backwards=keys[1] + keys[3], keys=order)
 
 
+EXPERT = Path(__file__).with_name("expert.py")
+
+
 def controls(keys: str) -> dict[str, str]:
-    """Random legal moves, and greedy on empty cells; `keys` as above."""
+    """Random legal moves; four keys in turn, without a look at the board; greedy on empty cells; and an expectimax.
+
+    `keys` as above.
+    """
     moves = moves_source(keys, keys)
+    turn = "".join(keys[direction] for direction in (2, 0, 3, 1))  # left, up, right, down
     return {
         "random": f"import random\ndef strategy(board):\n{moves}    return random.choice(moves)\n",
+        "rotation": f'def strategy(board, k=[*"{turn}"] * 9**5): return k.pop()\n',
         "greedy": f"def strategy(board):\n{moves}"
         "    return max(moves, key=lambda k: sum(row.count(0) for row in after[k]))\n",
+        "expert": EXPERT.read_text(encoding="utf-8").replace('"éuai"', f'"{keys}"'),
     }
 
 
@@ -80,8 +94,21 @@ class GameResult(Protocol):
     def moves(self) -> str: ...
 
 
+class Verdict(Protocol):
+    """What is known of an answer: the script's Verdict."""
+
+    @property
+    def source(self) -> str | None: ...
+    @property
+    def works(self) -> str: ...
+    @property
+    def cheating(self) -> str: ...
+    @property
+    def results(self) -> Sequence[GameResult]: ...
+
+
 class Evaluator(Protocol):
-    """Plays programs to their end on boards of this machine: the script's Evaluator."""
+    """Plays programs on boards of this machine: the script's Evaluator."""
 
     config: Any
     size: int
@@ -89,12 +116,30 @@ class Evaluator(Protocol):
     keys: str  # for up, down, left and right
     held_out: tuple[int, ...]  # seeds of the held-out boards
 
+    @property
+    def at(self) -> Callable[[int, int], Evaluator]: ...  # the same for another size and target
     def boards(self, count: int, purpose: str) -> tuple[int, ...]: ...
     def new_game(self, seed: int) -> Game: ...
-    def evaluate_model(self, model: Any, tokenizer: Any) -> runs.Score: ...
+    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]: ...
+    def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> Sequence[Verdict]: ...
     def play(
         self, sources: Sequence[str], seeds: Sequence[int], record: bool = False
     ) -> Sequence[Sequence[GameResult]]: ...
+
+
+def held_out_games(
+    stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]
+) -> dict[str, Evaluator]:  # fmt: skip
+    """An Evaluator for each stage (size, target) by its name in results: the board alone where no other stage has it.
+
+    Games of the first stage are played to their end, those of the others to their target, because on 6x6 even random
+    moves make 2048.
+    """
+    distinct = list(dict.fromkeys(stages))
+    sizes = [size for size, _ in distinct]
+    names = [stage_name(*stage) if sizes.count(stage[0]) > 1 else f"{stage[0]}x{stage[0]}" for stage in distinct]
+    made = [evaluator_of(*distinct[0]), *(evaluator_of(size, target, target) for size, target in distinct[1:])]
+    return dict(zip(names, made, strict=True))
 
 
 def recorded_game(game: Game, moves: Iterable[int]) -> dict[str, Any]:
@@ -132,12 +177,105 @@ def random_moves_win(evaluator: Evaluator) -> float:
     return statistics.fmean(game.max_tile >= evaluator.target for game in games)
 
 
-def evaluate_program(evaluator: Evaluator, source: str) -> runs.Score:
-    """A program's score on the held-out boards."""
-    (games,) = evaluator.play([source], evaluator.held_out)
+def score(evaluator: Evaluator, games: Sequence[GameResult]) -> runs.Score:
+    """The score of games on the held-out boards."""
     return runs.score([game.max_tile for game in games], evaluator.target)
 
 
-def evaluate_controls(evaluator: Evaluator) -> dict[str, runs.Score]:
-    """The controls' scores on the held-out boards."""
-    return {name: evaluate_program(evaluator, source) for name, source in controls(evaluator.keys).items()}
+def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[runs.Score]:
+    """The programs' scores on the held-out boards."""
+    return [score(evaluator, games) for games in evaluator.play(sources, evaluator.held_out)]
+
+
+def evaluate_program(evaluators: Mapping[str, Evaluator], source: str) -> dict[str, runs.Score]:
+    """A program's score on the held-out boards of each stage."""
+    return {stage: evaluate(evaluator, [source])[0] for stage, evaluator in evaluators.items()}
+
+
+def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, runs.Score]:
+    """A model's score on the held-out boards of each stage.
+
+    It writes a program for each board, in a wording that training never uses.  The games are independent, so Wilson's
+    interval holds.
+    """
+    scores = {}
+    for stage, evaluator in evaluators.items():
+        answers = evaluator.answers(model, tokenizer, len(evaluator.held_out), (-1,))
+        verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out])
+        scores[stage] = score(evaluator, [verdict.results[0] for verdict in verdicts])
+    return scores
+
+
+def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: int) -> list[str]:
+    """The programs in some answers of the model without its adapter that load and do not cheat; training's wordings."""
+    with model.disable_adapter():
+        answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings))
+    verdicts = evaluator.judge(answers, [()] * len(answers))
+    return [verdict.source for verdict in verdicts if verdict.source and verdict.works == "load"
+            and not verdict.cheating]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The best of many programs
+
+CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Race:
+    """How the best of many programs was found, on boards that are not held out."""
+
+    candidates: int  # distinct programs
+    played: int  # of them, at least one board
+    boards: int  # that the winner played
+    won: float  # share of them on which it made the target
+    ranking: tuple[str, ...]  # source of all that played, the winner first
+
+    def summary(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return {"candidates": self.candidates, "played": self.played, "boards": self.boards, "won": self.won}
+
+
+def play_in_order(
+    evaluator: Evaluator, sources: Sequence[str], board: int, deadline: float
+) -> list[GameResult]:  # fmt: skip
+    """The programs' games on one board, of as many as the time allows."""
+    games: list[GameResult] = []
+    while len(games) < len(sources) and time.monotonic() < deadline:
+        chunk = sources[len(games) : len(games) + CHUNK]
+        games += [played[0] for played in evaluator.play(chunk, [board])]
+    return games
+
+
+def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
+    """Find the best program by sequential halving (Karnin, Koren and Somekh 2013) within some seconds.
+
+    The first round plays one board, with as many programs as its share of the time allows, in the given order.  Each
+    round drops the worse half by the mean log2 of the scores so far, and the next plays twice as many new boards.  All
+    programs of a round play the same boards.  The result is repeatable if the time suffices.
+    """
+    left, lost = list(dict.fromkeys(sources)), list[str]()
+    candidates, end, number = len(left), time.monotonic() + seconds, 0
+    games: dict[str, list[GameResult]] = {source: [] for source in left}
+    boards = evaluator.boards(2 << candidates.bit_length(), "race")
+
+    def level(source: str) -> float:
+        return statistics.fmean(math.log2(max(1, game.score)) for game in games[source])
+
+    while left and (len(left) > 1 or not number):
+        now, rounds = time.monotonic(), max(1, (len(left) - 1).bit_length())
+        for board in boards[(1 << number) - 1 : (2 << number) - 1]:
+            played = play_in_order(evaluator, left, board, now + (end - now) / rounds)
+            if number == 0:
+                left = left[: len(played)]
+            elif len(played) < len(left):
+                break
+            for source, game in zip(left, played, strict=True):
+                games[source].append(game)
+        left.sort(key=level, reverse=True)
+        half = (len(left) + 1) // 2
+        left, lost, number = left[:half], left[half:] + lost, number + 1
+    ranking = (*left, *lost)
+    best = games[ranking[0]] if ranking else []
+    won = statistics.fmean(game.max_tile >= evaluator.target for game in best) if best else 0.0
+    return Race(candidates, len(ranking), len(best), round(won, 4), ranking)

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit import UsageError, visible
 from toolkit.runs import (
     AFTER,
-    GREEDY,
+    BEST,
+    BEST_OF_N,
+    CONTROLS,
     OUTCOMES,
     RANDOM,
     Attempt,
@@ -39,6 +41,7 @@ from toolkit.runs import (
     pairs_within,
     read_run,
     read_runs,
+    without_skill,
     write_whole,
 )
 
@@ -93,8 +96,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
-def score_table(scores: Mapping[str, Score], target: int) -> str:
-    """What each player reached, with 95% intervals as figures and as lines."""
+def score_table(stage: str, scores: Mapping[str, Score], target: int) -> str:
+    """What each player reached on a stage's boards, with 95% intervals as figures and as lines."""
     largest = max((max(score.tiles, default=score.largest_tile_median) for score in scores.values()), default=2.0)
     rows: list[list[Cell]] = []
     for player, score in scores.items():
@@ -104,14 +107,18 @@ def score_table(scores: Mapping[str, Score], target: int) -> str:
         rows.append([player, (f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
                               (score.won_low, score.won, score.won_high)),
                      (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
-                     str(score.games)])  # fmt: skip
-    return table(("held-out boards", f"made {target}", "median largest tile", "games"), rows) + (
+                     f"{score.mean_log2_tile:.2f}", str(score.games)])  # fmt: skip
+    head = f"{stage}, held out", f"made {target}", "median largest tile", "mean log2", "games"
+    return table(head, rows) + (
         '<p class="quiet">Below each figure: its 95% interval, Wilson\'s for shares, order statistics for medians. '
         f"The lines run from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale.</p>")  # fmt: skip
 
 
-def pair_table(pairs: Sequence[Pair], target: int) -> str:
-    """On how many common boards each of two players did better."""
+def pair_table(stage: str, pairs: Sequence[Pair], target: int) -> str:
+    """On how many common boards of a stage each of two players did better; "" if there are no pairs."""
+    pairs = [pair for pair in pairs if (pair.stage, pair.target) == (stage, target)]
+    if not pairs:
+        return ""
 
     def split(first: int, second: int, p: float) -> Cell:
         return f"{first} : {second}", "p < 0.001" if p < 0.001 else f"p = {p:.3f}", ()
@@ -119,7 +126,7 @@ def pair_table(pairs: Sequence[Pair], target: int) -> str:
     rows: list[list[Cell]] = [
         [f"{p.first} against {p.second}", split(p.won_first, p.won_second, p.won_p),
          split(p.higher_first, p.higher_second, p.higher_p), str(p.boards)] for p in pairs]  # fmt: skip
-    return table(("board by board", f"only one made {target}", "higher largest tile", "boards"), rows) + (
+    return table((f"{stage}, board by board", f"only one made {target}", "higher largest tile", "boards"), rows) + (
         '<p class="quiet">The number of boards on which the first and the second did better; on the others they are '
         "equal. Exact McNemar test for the target, sign test for the largest tile. Both are two-sided and not "
         f"corrected for multiple testing ({2 * len(pairs)} tests).</p>")  # fmt: skip
@@ -205,14 +212,17 @@ def section(title: str, *content: str) -> str:
 
 def headline(run: Run) -> str:
     """The result in a few sentences."""
-    score, control, target = run.scores.get(AFTER), run.scores.get(RANDOM), run.config["target"]
-    if not score:
+    if not run.held_out:
         return (f"This run has no result: it was stopped, or is still training. It has done "
                 f"{max(run.steps, default=0)} of {run.config['steps']} steps.")  # fmt: skip
-    said = (f"Programs of the trained model made {target} on {score.won:.0%} of {score.games} held-out boards. "
-            f"Their median largest tile is {score.largest_tile_median:.0f}.")  # fmt: skip
-    if control:
-        said += f" Random legal moves: {control.won:.0%} and {control.largest_tile_median:.0f}."
+    stage, played = next(iter(run.held_out.items()))
+    score = played.scores[AFTER]
+    said = (f"Programs of the trained model made {played.target} on {score.won:.0%} of {score.games} held-out {stage} "
+            f"boards. Their median largest tile is {score.largest_tile_median:.0f}.")  # fmt: skip
+    for player in (BEST, BEST_OF_N, RANDOM):
+        if player in played.scores:
+            found = played.scores[player]
+            said += f" {player.capitalize()}: {found.won:.0%} and {found.largest_tile_median:.0f}."
     if run.result.get("collapsed"):
         said += " Training ended early, because nothing more could be learned from its games."
     if run.result.get("jailed") is False:
@@ -297,19 +307,23 @@ def write_page(file: Path, title: str, lead: str, before: str, after: str, games
 def write_report(folder: Path) -> Path:
     """Write a run's report.html.  Raises UsageError."""
     run = read_run(folder)
-    target, pairs = run.config["target"], pairs_within(run)
-    scores = score_table(run.scores, target) if run.scores else ""
+    pairs = pairs_within(run)
+    tables = "".join(
+        score_table(stage, played.scores, played.target)
+        + (f"<p>{text(without_skill(stage, played))}</p>" if i else "")
+        + pair_table(stage, pairs, played.target)
+        for i, (stage, played) in enumerate(run.held_out.items()))  # fmt: skip
     facts = {**run.config, **{f"at the end: {name}": value for name, value in run.result.items() if name not in HIDDEN}}
-    known = [[name, " ".join(value) if name == "ladder" else str(value)] for name, value in facts.items()
-             if name not in HIDDEN and (name == "ladder" or isinstance(value, str | int | float))]  # fmt: skip
+    known = [[name, " ".join(map(str, value)) if isinstance(value, list) else str(value)]
+             for name, value in facts.items()
+             if name not in HIDDEN and isinstance(value, str | int | float | list)]  # fmt: skip
     after = (section("Training", stage_table(run), curve_charts(run)), section("How programs changed", changes(run)),
              section("The best programs", listing("Best of the run, chosen on boards of its own", run.best, opened=True)
                      if run.best else "", best_programs(run)),
              section("Settings", "<details><summary>All of them</summary>", table(("name", "value"), known),
                      "</details>"))  # fmt: skip
-    before = section("Result", scores, pair_table(pairs, target) if pairs else "")
-    return write_page(folder / "report.html", f"{run.name}: a model learns to play 2048", headline(run), before,
-                      "".join(after), {run.name: run.game})  # fmt: skip
+    return write_page(folder / "report.html", f"{run.name}: a model learns to play 2048", headline(run),
+                      section("Result", tables), "".join(after), {run.name: run.game})  # fmt: skip
 
 
 def try_report(folder: Path) -> str:
@@ -320,12 +334,23 @@ def try_report(folder: Path) -> str:
         return f"no report could be written: {error}"
 
 
+def at_stage(runs: Mapping[str, Run], stage: str, target: int) -> dict[str, dict[str, Score]]:
+    """The scores at a stage by run and player."""
+    return {name: run.held_out[stage].scores for name, run in runs.items()
+            if stage in run.held_out and run.held_out[stage].target == target}  # fmt: skip
+
+
 def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path) -> Path:
     """Write the page that compares several runs.  Raises UsageError."""
-    first = next(iter(runs.values()))
-    scores = {f"{name}, {player}": score for name, run in runs.items() for player, score in run.scores.items()
-              if player not in (RANDOM, GREEDY)}  # fmt: skip
-    scores |= {player: first.scores[player] for player in (RANDOM, GREEDY) if player in first.scores}
+    tables = []
+    stages = dict.fromkeys((stage, held.target) for run in runs.values() for stage, held in run.held_out.items())
+    for stage, target in stages:
+        played = at_stage(runs, stage, target)
+        same = {*CONTROLS.values()} - {BEST_OF_N}  # of every run
+        scores = {f"{name}, {player}": score for name, players in played.items() for player, score in players.items()
+                  if player not in same}  # fmt: skip
+        scores |= {player: score for player, score in next(iter(played.values())).items() if player in same}
+        tables.append(score_table(stage, scores, target) + pair_table(stage, pairs, target))
     curves: dict[str, tuple[str, Form]] = {
         "Reward of an answer": ("reward", "number"), "Median largest tile": ("games/largest_tile", "tile"),
         "Board size": ("games/size", "number"), "Target": ("games/target", "tile"),
@@ -340,9 +365,8 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
     after = (section("Training", grid(*charts)),
              section("The best programs", *(listing(name, run.best) for name, run in runs.items() if run.best)),
              section("Settings that differ", table(("name", *runs), differ) if differ else ""))  # fmt: skip
-    before = section("Result", score_table(scores, first.config["target"]), pair_table(pairs, first.config["target"]))
     lead = f"{len(runs)} training runs. Every two are compared on the boards that both played."
-    return write_page(file, "Runs compared", lead, before, "".join(after),
+    return write_page(file, "Runs compared", lead, section("Result", *tables), "".join(after),
                       {name: run.game for name, run in runs.items()})  # fmt: skip
 
 
@@ -359,30 +383,36 @@ class CompareConfig:
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
-def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
-    """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
+def show_stage(console: Console, stage: str, scores: Mapping[str, Score], pairs: Sequence[Pair], target: int) -> None:
+    """The trained models' scores of a stage by run, and the tests of its pairs."""
     from rich.table import Table
 
-    runs = read_runs(config.runs)
-    pairs = pairs_between(runs)
-    write_comparison(runs, pairs, config.output)
-    target = next(iter(runs.values())).config["target"]
-    scores = Table(AFTER, f"made {target}", "95% interval", "median tile", "games")
-    printed = {}
-    for name, score in ((name, run.scores[AFTER]) for name, run in runs.items()):
-        scores.add_row(name, f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
-                       f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
-        printed[name] = {"games": score.games, "won": score.won, "low": score.won_low, "high": score.won_high,
-                      "median": score.largest_tile_median, "by_board": runs[name].by_board(AFTER)}  # fmt: skip
-    console.print(scores)
-    tests = Table("board by board", f"only one made {target}", "p (McNemar)", "higher tile", "p (sign)", "boards")
+    table = Table(f"{stage}, {AFTER}", f"made {target}", "95% interval", "median tile", "games")
+    for name, score in scores.items():
+        table.add_row(name, f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
+                      f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
+    tests = Table(f"{stage}, board by board", f"only one made {target}", "p (McNemar)", "higher tile", "p (sign)",
+                  "boards")  # fmt: skip
     for pair in pairs:
         tests.add_row(f"{pair.first} against {pair.second}", f"{pair.won_first} : {pair.won_second}",
                       f"{pair.won_p:.3g}", f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.3g}",
                       str(pair.boards))  # fmt: skip
-    console.print(tests)
+    console.print(table, tests, sep="\n")
+
+
+def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
+    """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
+    runs = read_runs(config.runs)
+    pairs = pairs_between(runs)
+    write_comparison(runs, pairs, config.output)
+    for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
+        scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}
+        show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
     console.print("Both tests are exact, two-sided and not corrected for multiple testing. "
                   f"The page is {config.output}", highlight=False, soft_wrap=True)  # fmt: skip
+    printed = {name: {stage: {"target": played.target, **dataclasses.asdict(played.scores[AFTER]),
+                              "by_board": played.by_board(AFTER)} for stage, played in run.held_out.items()}
+               for name, run in runs.items()}  # fmt: skip
     return {"page": str(config.output), "runs": printed, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
 
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import report, runs, watch
-from toolkit.programs import Evaluator, best_game, evaluate_controls
+from toolkit.programs import (
+    Evaluator,
+    GameResult,
+    Race,
+    best_game,
+    controls,
+    evaluate,
+    evaluate_model,
+    race,
+    score,
+    untrained_programs,
+)
 from toolkit.ranks import RANKS, by_first_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+QUICK_SECONDS, QUICK_BOARDS = 10.0, 8  # for the best program of an interrupted run
+BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
 
 def board_names(evaluator: Evaluator) -> list[str]:
@@ -24,73 +38,131 @@ def board_names(evaluator: Evaluator) -> list[str]:
     return [hashlib.sha256(f"{evaluator.size} {seed}".encode()).hexdigest()[:12] for seed in evaluator.held_out]
 
 
-def keep_best(evaluator: Evaluator, run: Path, step: int) -> tuple[str, runs.Score | None]:
-    """Choose a run's best program and leave it in the run's folder, with its best held-out game.
+def stage_result(
+    evaluator: Evaluator, scores: Mapping[str, runs.Score | None], programs: Mapping[str, str]
+) -> dict[str, Any]:  # fmt: skip
+    """A stage's entry in result.json: the scores, and those of programs that play its held-out boards now."""
+    played = dict(zip(programs, evaluate(evaluator, list(programs.values())), strict=True))
+    return {
+        "target": evaluator.target,
+        **{player: found and asdict(found) for player, found in scores.items()},
+        "controls": {name: asdict(found) for name, found in played.items()},
+        "boards": board_names(evaluator),
+    }
 
-    The candidates are the programs with the largest tiles in training (--finalists).  The one with the highest score on
-    four further boards is the best.  Returns its source and its score on the held-out boards; "" and None where no
-    program played.
+
+def keep_best(
+    evaluator: Evaluator, run: Path, step: int, seconds: float, boards: int | None = None
+) -> tuple[Race, Sequence[GameResult]]:  # fmt: skip
+    """Find a run's best program and leave it in the run's folder, with its best game on the first held-out boards.
+
+    Returns the race and these games; there are none if no program loaded.
     """
-    sources = runs.finalists(run / "rollouts.jsonl", evaluator.config.finalists)
-    if not sources:
-        return "", None
-    scores = [sum(game.score for game in games) for games in evaluator.play(sources, evaluator.boards(4, "final"))]
-    source = sources[scores.index(max(scores))]
-    (games,) = evaluator.play([source], evaluator.held_out, record=True)
+    found = race(evaluator, runs.programs_to_race(run / "rollouts.jsonl"), seconds)
+    if not found.ranking:
+        return found, []
+    source = found.ranking[0]
+    (games,) = evaluator.play([source], evaluator.held_out[:boards], record=True)
     game = best_game(evaluator, games)
     runs.write_whole(run / "best_strategy.py", source + "\n")
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     watch.show_best(run, step, source, game)
-    return source, runs.score([game.max_tile for game in games], evaluator.target)
+    return found, games
+
+
+def keep_best_of_n(evaluator: Evaluator, run: Path, untrained: Sequence[str], seconds: float) -> Race:
+    """Find the best of the untrained model's programs as the run's best is found, and leave it in the run's folder."""
+    found = race(evaluator, untrained, seconds)
+    if found.ranking:
+        runs.write_whole(run / f"{BEST_OF_N}.py", found.ranking[0] + "\n")
+        runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
+    return found
 
 
 def write_result(
-    progress: watch.Progress, after: runs.Score, jailed: bool, started: float, say: Callable[[Any], None]
-) -> tuple[dict[str, Any], str]:
-    """Compare a run with the controls and write result.json and the page.  Returns the result and the best program."""
-    say("playing them with both controls")
-    controls = evaluate_controls(progress.evaluator)
-    say("choosing the best program of the run, and playing them with it")
-    source, best = keep_best(progress.evaluator, progress.run, progress.steps)
+    progress: watch.Progress, after: Mapping[str, runs.Score], count: int, untrained: Sequence[str], jailed: bool,
+    started: float, say: Callable[[Any], None],
+) -> tuple[dict[str, Any], str]:  # fmt: skip
+    """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
+
+    `untrained` are the programs in `count` answers of the untrained model.
+    """
+    evaluator, run = progress.evaluator, progress.run
+    seconds = evaluator.config.race_seconds
+    say("choosing the best program of the run")
+    best, games = keep_best(evaluator, run, progress.steps, seconds)
+    programs = controls(evaluator.keys)
+    races = {"best": best.summary()}
+    if untrained:
+        say(f"choosing the best of {len(untrained)} programs of the untrained model")
+        found = keep_best_of_n(evaluator, run, untrained, seconds)
+        programs[BEST_OF_N], races[BEST_OF_N] = found.ranking[0], {"sampled": count, **found.summary()}
+    say("playing the held-out boards with the controls")
+    scores = {}
+    for stage, here in progress.evaluators.items():
+        reached = None
+        if best.ranking:
+            reached = score(here, games) if here is evaluator else evaluate(here, best.ranking[:1])[0]
+        known = {"before": progress.before[stage], "after": after[stage], "best": reached}
+        scores[stage] = stage_result(here, known, programs)
     result = {
-        "before": asdict(progress.before),
-        "after": asdict(after),
-        "controls": {name: asdict(score) for name, score in controls.items()},
-        "best": best and asdict(best),
-        "boards": board_names(progress.evaluator),
+        "scores": scores,
+        "races": races,
         **progress.result(),
-        "run": str(progress.run),
+        "run": str(run),
         "ranks": RANKS,
         "jailed": jailed,
         "seconds": round(time.monotonic() - started, 1),
     }
-    runs.write_result(progress.run, result)
-    say(report.try_report(progress.run))
-    return result, source
+    runs.write_result(run, result)
+    say(report.try_report(run))
+    return result, best.ranking[0] if best.ranking else ""
 
 
 def conclude(
-    progress: watch.Progress, evaluate: Callable[[], runs.Score], jailed: bool, started: float, console: Console
-) -> dict[str, Any]:
-    """End a run that has trained: evaluate the model, choose the best program, and leave the result and the page.
+    progress: watch.Progress, model: Any, tokenizer: Any, jailed: bool, started: float, console: Console
+) -> dict[str, Any]:  # fmt: skip
+    """End a run that has trained: evaluate the model, choose the best programs, and leave the result and the page.
 
-    `evaluate` plays the held-out boards with the trained model; `started` is the run's time.monotonic().  The result is
-    printed on `console`.  Returns what --json prints.
+    `started` is the run's time.monotonic().  The result is printed on `console`.  Returns what --json prints.
     """
-    config, run = progress.evaluator.config, progress.run
+    evaluator, run = progress.evaluator, progress.run
+    config = evaluator.config
     say: Callable[[Any], None] = (lambda _: None) if config.quiet else partial(console.print, soft_wrap=True)
     if progress.interrupted:
         say("choosing the best program so far (Ctrl-C skips this)")
-        by_first_rank(partial(keep_best, progress.evaluator, run, progress.steps))
+        by_first_rank(partial(keep_best, evaluator, run, progress.steps, QUICK_SECONDS, QUICK_BOARDS))
         say(by_first_rank(partial(report.try_report, run)))
         say(f"stopped after step {progress.steps}; to resume: --run-name {run.name}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.collapsed:
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
-    say(f"playing {config.games} held-out boards with the trained model")
-    after = evaluate()
-    result, source = by_first_rank(partial(write_result, progress, after, jailed, started, say))
-    watch.show_scores(console, result, progress.evaluator.target)
+    say(f"playing {config.games} held-out boards of each stage with the trained model")
+    after = evaluate_model(progress.evaluators, model, tokenizer)
+    count = progress.judged if config.best_of < 0 else config.best_of
+    if count:
+        say(f"sampling {count} programs from the untrained model")
+    untrained = untrained_programs(evaluator, model, tokenizer, count)
+    write = partial(write_result, progress, after, count, untrained, jailed, started, say)
+    result, source = by_first_rank(write)
+    watch.show_scores(console, result)
     if source:
         say(f"the best program ({run / 'best_strategy.py'}):\n\n{source}")
+    return result
+
+
+def conclude_evaluation(
+    model: str, evaluators: Mapping[str, Evaluator], scores: Mapping[str, runs.Score], jailed: bool, started: float,
+    console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Compare a model or a program with the controls, and with the best of N if `model` is part of a run.
+
+    Prints the tables.  Returns what `eval --json` prints.
+    """
+    programs = controls(next(iter(evaluators.values())).keys)
+    if (file := Path(model).parent / f"{BEST_OF_N}.py").is_file():
+        programs[BEST_OF_N] = file.read_text(encoding="utf-8")
+    found = {stage: stage_result(here, {"model": scores[stage]}, programs) for stage, here in evaluators.items()}
+    result = {"model": model, "scores": found, "seconds": round(time.monotonic() - started, 1), "jailed": jailed}
+    watch.show_scores(console, result)
     return result

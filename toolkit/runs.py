@@ -4,11 +4,12 @@ A run writes these files to OUTPUT_DIR/RUN_NAME:
 
     config.json         the config it began with            origin.json    when, with which versions, from which commit
     checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step
-    before.json         the untrained model's score
+    before.json         the untrained model's scores
     rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
     events.out.*        TensorBoard's curves
     result.json         the scores on the held-out boards; a run without it can be resumed
     best_strategy.py, best_game.json, report.html
+    best_of_n.py, best_of_n.json    the best programs of the untrained model
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -39,7 +40,12 @@ from toolkit.ranks import RANK
 
 OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")  # how a game can end
 BEFORE, AFTER, BEST = "before training", "after training", "best program"
-RANDOM, GREEDY = "random legal moves", "greedy on empty cells"  # the controls
+BEST_OF_N = "best of N, untrained"
+RANDOM, ROTATION, GREEDY = "random legal moves", "four keys in turn", "greedy on empty cells"
+EXPERT = "expert (expectimax)"
+MODEL = "model"  # what `eval` evaluates
+PLAYERS = {"before": BEFORE, "after": AFTER, "best": BEST, "model": MODEL}  # names in result.json and for people
+CONTROLS = {"best_of_n": BEST_OF_N, "random": RANDOM, "rotation": ROTATION, "greedy": GREEDY, "expert": EXPERT}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
@@ -368,7 +374,8 @@ class Score:
     won_low: float  # 95% interval (Wilson)
     won_high: float
     largest_tile_median: float
-    tiles: tuple[int, ...]  # the largest tile of each game, in the order of the boards; empty in runs of old versions
+    mean_log2_tile: float  # of the largest tiles
+    tiles: tuple[int, ...]  # the largest tile of each game, in the order of the boards
 
 
 def score(largest_tiles: Sequence[int], target: int) -> Score:
@@ -376,15 +383,50 @@ def score(largest_tiles: Sequence[int], target: int) -> Score:
     games, won = len(largest_tiles), sum(tile >= target for tile in largest_tiles)
     low, high = wilson_interval(won, games)
     median = statistics.median(largest_tiles) if largest_tiles else 0.0
-    return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, tuple(largest_tiles))
+    level = statistics.fmean(map(math.log2, largest_tiles)) if largest_tiles else 0.0
+    return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, round(level, 4),
+                 tuple(largest_tiles))  # fmt: skip
 
 
-def score_rows(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The scores in a result.json, as they stand there, by the player's name."""
-    controls = result.get("controls") or {}
-    rows = {BEFORE: result.get("before"), AFTER: result.get("after"), BEST: result.get("best"),
-            RANDOM: controls.get("random"), GREEDY: controls.get("greedy")}  # fmt: skip
-    return {player: row for player, row in rows.items() if row}
+def read_score(row: Mapping[str, Any]) -> Score:
+    """A score from a file."""
+    return Score(**{**row, "tiles": tuple(row["tiles"])})
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What each player reached on the held-out boards of one stage: an entry of `scores` in result.json."""
+
+    target: int
+    boards: tuple[str, ...]  # their names
+    scores: dict[str, Score]  # by the player's name
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> HeldOut:
+        """One entry.  Any error means that the file is damaged."""
+        boards, controls = tuple(map(str, entry["boards"])), entry["controls"]
+        rows = {name: entry.get(key) for key, name in PLAYERS.items()}
+        rows |= {name: controls.get(key) for key, name in CONTROLS.items()}
+        scores = {player: read_score(row) for player, row in rows.items() if row}
+        if any(len(score.tiles) != len(boards) for score in scores.values()):
+            raise ValueError("a game for each board is not there")
+        return cls(int(entry["target"]), boards, scores)
+
+    def by_board(self, player: str) -> dict[str, int]:
+        """A player's largest tile on each board; empty if it did not play."""
+        return dict(zip(self.boards, self.scores[player].tiles, strict=True)) if player in self.scores else {}
+
+
+def without_skill(stage: str, played: HeldOut) -> str:
+    """What a reader has to know of a stage that random and blind programs may solve."""
+    random, blind = (f"{played.scores[player].won:.0%}" for player in (RANDOM, ROTATION))
+    return (f"On {stage}, games end at {played.target}. Random legal moves make it in {random} of them, four keys in "
+            f"turn, without a look at the board, in {blind}.")  # fmt: skip
+
+
+def read_scores(result: Mapping[str, Any]) -> dict[str, HeldOut]:
+    """The scores in a result.json by stage, the result first.  Any error means that the file is damaged."""
+    return {stage: HeldOut.of(entry) for stage, entry in result.get("scores", {}).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,29 +472,11 @@ class Run:
     name: str
     config: dict[str, Any]
     result: dict[str, Any]  # result.json; empty if the run has not ended
-    scores: dict[str, Score]  # by the player's name
-    boards: tuple[str, ...]  # names of the held-out boards; empty in runs of old versions
+    held_out: dict[str, HeldOut]  # by stage, the result first; empty if the run has not ended
     curves: dict[str, dict[int, float]]  # TensorBoard's: value by step
     steps: dict[int, Step]
     best: str  # source of the best program, or ""
     game: dict[str, Any]  # its best game, or empty
-
-    def by_board(self, player: str) -> dict[str, int]:
-        """A player's largest tile on each board; empty if that is not known."""
-        known = player in self.scores and self.boards
-        return dict(zip(self.boards, self.scores[player].tiles, strict=True)) if known else {}
-
-
-def read_scores(result: Mapping[str, Any]) -> dict[str, Score]:
-    """The scores in a result.json by the player's name.  Any error means that the file is damaged."""
-    scores = {}
-    for player, row in score_rows(result).items():
-        won, low, high = (float(row[name]) for name in ("won", "won_low", "won_high"))
-        tiles = tuple(map(int, row.get("tiles", ())))
-        if "boards" in result and len(result["boards"]) != len(tiles):
-            raise ValueError(f"{player}: {len(tiles)} tiles for {len(result['boards'])} boards")
-        scores[player] = Score(int(row["games"]), won, low, high, float(row["largest_tile_median"]), tiles)
-    return scores
 
 
 def read_rollouts(file: Path) -> dict[int, Step]:
@@ -483,15 +507,26 @@ def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def finalists(file: Path, count: int) -> list[str]:
-    """The programs of rollouts.jsonl with the largest tiles (mean over a step's boards); of equal ones the latest."""
-    found: dict[str, tuple[float, int]] = {}
-    for number, step in read_rollouts(file).items():
+def programs_to_race(file: Path) -> list[str]:
+    """The distinct programs of rollouts.jsonl that load and do not cheat, the most promising first.
+
+    The order is by the last stage that a program was judged at, its mean reward there, and its newest step.
+    """
+    steps = read_rollouts(file)
+    order = {stage: i for i, stage in enumerate(dict.fromkeys(step.stage for step in steps.values()))}
+    rewards: dict[str, dict[int, list[float]]] = {}  # of each program by stage
+    newest: dict[str, int] = {}
+    for number, step in steps.items():
         for attempt in step.attempts:
             if attempt.source and attempt.plays:
-                mark = statistics.fmean(attempt.tiles), number
-                found[attempt.source] = max(mark, found.get(attempt.source, (0.0, 0)))
-    return sorted(found, key=lambda source: found[source], reverse=True)[:count]
+                rewards.setdefault(attempt.source, {}).setdefault(order[step.stage], []).append(attempt.reward)
+                newest[attempt.source] = number
+
+    def promise(source: str) -> tuple[int, float, int]:
+        last = max(rewards[source])
+        return last, statistics.fmean(rewards[source][last]), newest[source]
+
+    return sorted(rewards, key=promise, reverse=True)
 
 
 def write_result(run: Path, result: Mapping[str, Any]) -> None:
@@ -525,16 +560,14 @@ def read_game(file: Path) -> dict[str, Any]:
 def read_run(folder: Path) -> Run:
     """A run, finished or not.  Raises UsageError if the folder holds no run or a file is damaged."""
     config, result = (read_json(folder / f"{name}.json") for name in ("config", "result"))
-    if not {"recipe", "ladder", "steps"} <= config.keys():
-        raise UsageError(f"{folder} is no run: it has no config.json of one")
-    with naming(folder / "config.json"):
-        config["target"] = int(config["ladder"][0].partition(":")[2])  # of the held-out boards
+    if not {"recipe", "held_out", "steps"} <= config.keys():
+        raise UsageError(f"{folder} is no run of this version: it has no config.json of one")
     with naming(folder / "result.json"):
-        scores, boards = read_scores(result), tuple(map(str, result.get("boards", ())))
+        scores = read_scores(result)
     best = folder / "best_strategy.py"
     with naming(best):
         source = best.read_text(encoding="utf-8") if best.is_file() else ""
-    return Run(folder.resolve().name, config, result, scores, boards, read_curves(folder),
+    return Run(folder.resolve().name, config, result, scores, read_curves(folder),
                read_rollouts(folder / "rollouts.jsonl"), source, read_game(folder / "best_game.json"))  # fmt: skip
 
 
@@ -578,6 +611,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 class Pair:
     """Two players compared board by board."""
 
+    stage: str  # whose held-out boards they are, as in result.json
+    target: int
     first: str
     second: str
     boards: int  # played by both
@@ -589,36 +624,40 @@ class Pair:
     higher_p: float  # sign test
 
 
-def compare_players(first: str, a: Mapping[str, int], second: str, b: Mapping[str, int], target: int) -> Pair:
+def compare_players(
+    stage: str, target: int, first: str, a: Mapping[str, int], second: str, b: Mapping[str, int]
+) -> Pair:  # fmt: skip
     """Compare two players on the boards that both played; `a` and `b` hold their largest tiles by board."""
     both = [(a[board], b[board]) for board in a if board in b]
     won = sum(x >= target > y for x, y in both), sum(y >= target > x for x, y in both)
     higher = sum(x > y for x, y in both), sum(y > x for x, y in both)
-    return Pair(first, second, len(both), *won, sign_test(*won), *higher, sign_test(*higher))
+    return Pair(stage, target, first, second, len(both), *won, sign_test(*won), *higher, sign_test(*higher))
 
 
 def pairs_within(run: Run) -> list[Pair]:
-    """What a run has learned: the trained model against the untrained one and the controls."""
-    rows = ((AFTER, BEFORE), (AFTER, RANDOM), (AFTER, GREEDY), (BEST, GREEDY))
-    pairs = [compare_players(a, run.by_board(a), b, run.by_board(b), run.config["target"]) for a, b in rows]
-    return [pair for pair in pairs if pair.boards]
+    """What a run has learned: the trained model and its best program against the controls."""
+    rows = ((AFTER, BEFORE), (AFTER, RANDOM), (AFTER, ROTATION), (AFTER, GREEDY), (BEST, BEST_OF_N), (BEST, GREEDY),
+            (BEST, EXPERT))  # fmt: skip
+    return [compare_players(stage, played.target, a, played.by_board(a), b, played.by_board(b))
+            for stage, played in run.held_out.items()
+            for a, b in rows if {a, b} <= played.scores.keys()]  # fmt: skip
 
 
 def pairs_between(runs: Mapping[str, Run]) -> list[Pair]:
     """Every two runs' trained models, and their best programs.  Raises UsageError if they have nothing in common."""
     pairs = []
     for name, run in runs.items():
-        if not run.by_board(AFTER):
-            raise UsageError(f"{name} has no result for each board: it has not ended, or is of an old version")
+        if not run.held_out:
+            raise UsageError(f"{name} has no result: it has not ended")
     for (first, a), (second, b) in combinations(runs.items(), 2):
-        if a.config["target"] != b.config["target"]:
-            raise UsageError(f"{first} has the target {a.config['target']} and {second} {b.config['target']}: "
-                             "name runs of one target")  # fmt: skip
-        if not a.by_board(AFTER).keys() & b.by_board(AFTER).keys():
-            raise UsageError(f"{first} and {second} have no board in common: name runs of one size and one machine")
-        for player in (AFTER, BEST):
-            if a.by_board(player) and b.by_board(player):
-                names = f"{first}, {player}", f"{second}, {player}"
-                pairs.append(compare_players(names[0], a.by_board(player), names[1], b.by_board(player),
-                                             a.config["target"]))  # fmt: skip
+        common = [stage for stage, played in a.held_out.items() if stage in b.held_out
+                  and played.target == b.held_out[stage].target
+                  and set(played.boards) & set(b.held_out[stage].boards)]  # fmt: skip
+        if not common:
+            raise UsageError(f"{first} and {second} have no board in common: name runs of one --held-out and machine")
+        for stage, player in product(common, (AFTER, BEST)):
+            ours, theirs = a.held_out[stage], b.held_out[stage]
+            if player in ours.scores and player in theirs.scores:
+                pairs.append(compare_players(stage, ours.target, f"{first}, {player}", ours.by_board(player),
+                                             f"{second}, {player}", theirs.by_board(player)))  # fmt: skip
     return pairs

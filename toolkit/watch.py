@@ -295,16 +295,19 @@ class TrainingView:
         self._live.update(Group(*parts), refresh=True)
 
 
-def show_scores(console: Console, result: Mapping[str, Any], target: int) -> None:
-    """The table at the end of a run or an evaluation."""
+def show_scores(console: Console, result: Mapping[str, Any]) -> None:
+    """The tables at the end of a run or an evaluation, one for each stage."""
     from rich.table import Table
 
-    table = Table("held-out boards", f"made {target}", "95% interval", "median tile", "games")
-    rows = {str(result["model"]): result} if "model" in result else {}
-    for name, row in (rows | runs.score_rows(result)).items():
-        interval = f"{row['won_low']:.0%} to {row['won_high']:.0%}"
-        table.add_row(name, f"{row['won']:.0%}", interval, f"{row['largest_tile_median']:.0f}", str(row["games"]))
-    console.print(table)
+    for i, (stage, played) in enumerate(runs.read_scores(result).items()):
+        table = Table(f"{stage}, held out", f"made {played.target}", "95% interval", "median tile", "games")
+        for name, score in played.scores.items():
+            interval = f"{score.won_low:.0%} to {score.won_high:.0%}"
+            table.add_row(str(result["model"]) if name == runs.MODEL else name, f"{score.won:.0%}", interval,
+                          f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
+        console.print(table)
+        if i:
+            console.print(runs.without_skill(stage, played), soft_wrap=True)
     if not result["jailed"]:
         console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
 
@@ -435,14 +438,16 @@ class Progress:
     """
 
     def __init__(
-        self, trainer: Any, rollouts: WatchedRollouts, evaluator: Evaluator, run: Path, console: Console,
-        evaluator_of: Callable[[int, int], Evaluator], evaluate: Callable[[], runs.Score],
+        self, trainer: Any, rollouts: WatchedRollouts, evaluators: Mapping[str, Evaluator], run: Path, console: Console,
+        evaluate: Callable[[], dict[str, runs.Score]],
     ) -> None:  # fmt: skip
-        """`evaluator_of` is for a stage's size and target.  `evaluate` plays the held-out boards with the model."""
+        """`evaluators` are those of the held-out stages, the result first; `evaluate` plays their boards with the
+        model."""
         self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
-        self.evaluator, self.run = evaluator, run
-        self._config: WatchedConfig = evaluator.config
-        self._random_won = cache(lambda size, target: random_moves_win(evaluator_of(size, target)))
+        self.evaluators, self.run = evaluators, run
+        self.evaluator = next(iter(evaluators.values()))
+        self._config: WatchedConfig = self.evaluator.config
+        self._random_won = cache(lambda size, target: random_moves_win(self.evaluator.at(size, target)))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
         self._interruption = runs.Interruption()
         self._writer: Any = None  # of the curves, on rank 0
@@ -451,13 +456,18 @@ class Progress:
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles so far
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
-        self.before: runs.Score  # of the untrained model
+        self.before: dict[str, runs.Score]  # of the untrained model, by stage
         trainer.curves, trainer.observe, trainer.is_best = self._curves, self._measure, self._is_best
 
     @property
     def steps(self) -> int:
         """Steps done."""
         return int(self._trainer.state.global_step)
+
+    @property
+    def judged(self) -> int:
+        """Programs judged in training."""
+        return self.steps * len(self._rollouts.last["completions"])
 
     @property
     def collapsed(self) -> bool:
@@ -501,11 +511,11 @@ class Progress:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
         file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
-            self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
-            before = asdict(self._evaluate())
+            self._view.say(f"playing {self._config.games} held-out boards of each stage with the untrained model")
+            before = {stage: asdict(score) for stage, score in self._evaluate().items()}
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
-        self.before = runs.Score(**before | {"tiles": tuple(before["tiles"])})
+        self.before = {stage: runs.read_score(row) for stage, row in before.items()}
         self._began = time.monotonic() - self._spent
 
     def begin_step(self) -> None:

@@ -1,0 +1,210 @@
+"""The end of a run: the controls, the race for the best program, the best of N, and the stages they are shown at."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.conftest import Run
+from tests.helpers import HELD_OUT
+from tests.preloaded import call, run
+from toolkit import UsageError, programs
+
+KEYS = program.LAYOUTS["bepo"]
+GOOD = "def strategy(board):\n    return 'a'"
+CHEATS = "import os\ndef strategy(board):\n    return 'a'"
+BROKEN = "x = 1 / 0\ndef strategy(board):\n    return 'a'"
+
+
+@pytest.fixture
+def evaluator() -> program.Evaluator:
+    """Of a small board, where games are short."""
+    return program.Evaluator(program.EvalConfig(model="tiny", games=8), 3, 64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Controls
+
+
+def test_the_rotation_plays_its_keys_in_turn_for_ever() -> None:
+    """Left, up, right, down, in every layout, whatever the board."""
+    for layout, keys in program.LAYOUTS.items():
+        namespace: dict[str, Any] = {}
+        exec(programs.controls(keys)["rotation"], namespace)
+        said = [namespace["strategy"]("no board") for _ in range(5)]
+        table = program.key_table(layout)
+        played = [program.DIRECTIONS[table[key]] for key in said]
+        assert played == ["down", "right", "up", "left", "down"]
+    assert '[*"aéiu"]' in programs.controls(KEYS)["rotation"]
+
+
+@pytest.mark.parametrize("layout", program.LAYOUTS)
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_every_control_plays_every_layout_and_size(layout: program.Layout, size: int, pool: program.Pool) -> None:
+    for name, source in programs.controls(program.LAYOUTS[layout]).items():
+        target = 8 if size == 2 else 64
+        (game,) = program.execute_strategies([source], (1,), size, target, layout, pool=pool)[0]
+        assert game.outcome in ("success", "lost", "stuck"), (name, game)
+        assert game.outcome != "stuck" or name == "rotation"
+
+
+def test_the_expert_is_better_than_the_other_controls(evaluator: program.Evaluator, pool: program.Pool) -> None:
+    scores = dict(zip(programs.controls(KEYS), programs.evaluate(evaluator, list(programs.controls(KEYS).values())),
+                      strict=True))  # fmt: skip
+    assert max(scores, key=lambda name: scores[name].mean_log2_tile) == "expert"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The race
+
+
+@dataclass(frozen=True)
+class Game:
+    """As much of a game as a race looks at."""
+
+    max_tile: int
+    score: int
+
+
+class Boards:
+    """An evaluator whose programs are numbers: on board b, program n scores 2 ** n, and takes some seconds."""
+
+    target = 8
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.played = seconds, list[tuple[str, int]]()
+
+    def boards(self, count: int, purpose: str) -> tuple[int, ...]:
+        assert purpose == "race"
+        return tuple(range(count))
+
+    def play(self, sources: Sequence[str], seeds: Sequence[int]) -> list[list[Game]]:
+        self.played += [(source, seed) for source in sources for seed in seeds]
+        time.sleep(self.seconds * len(sources) * len(seeds))
+        return [[Game(1 << int(source), 1 << int(source)) for _ in seeds] for source in sources]
+
+
+def raced(boards: Any, sources: Sequence[str], seconds: float = 60.0) -> programs.Race:
+    return programs.race(boards, sources, seconds)
+
+
+def test_a_race_halves_the_programs_and_doubles_the_boards() -> None:
+    boards = Boards()
+    found = raced(boards, [str(n) for n in (3, 0, 5, 1, 4, 2, 7, 6)] * 2)
+    assert found.ranking == tuple("76543210")
+    assert (found.candidates, found.played, found.boards, found.won) == (8, 8, 7, 1.0)
+    by_board = [sorted(source for source, played in boards.played if played == board) for board in range(7)]
+    assert by_board == [list("01234567"), list("4567"), list("4567"), *[list("67")] * 4]
+
+
+def test_a_race_keeps_to_its_time() -> None:
+    """What the first round does not reach is out.  The others have played the same boards."""
+    boards, count = Boards(0.01), 4 * programs.CHUNK
+    began = time.monotonic()
+    found = raced(boards, [str(n) for n in range(count)], seconds=1.0)
+    assert time.monotonic() - began < 1.0 + 0.02 * programs.CHUNK + 1.0
+    assert found.candidates == count > found.played >= programs.CHUNK
+    assert found.ranking[0] == str(found.played - 1)
+
+
+def test_a_race_of_nobody_and_of_one() -> None:
+    assert raced(Boards(), []) == programs.Race(0, 0, 0, 0.0, ())
+    assert raced(Boards(), ["2"]) == programs.Race(1, 1, 1, 0.0, ("2",))
+
+
+def test_a_race_is_won_by_skill_and_repeats(evaluator: program.Evaluator, pool: program.Pool) -> None:
+    """Real programs on real boards, of which none is held out."""
+    sources = [BROKEN, *programs.controls(KEYS).values()]
+    found = raced(evaluator, sources)
+    assert found.ranking[0] == programs.controls(KEYS)["expert"]
+    assert found.ranking[-1] == BROKEN
+    assert raced(evaluator, sources) == found
+    assert not set(evaluator.boards(64, "race")) & set(evaluator.held_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages
+
+
+def test_only_games_of_the_first_stage_go_on_to_their_end() -> None:
+    config = program.EvalConfig(model="tiny", held_out=("4:2048", "6:2048", "6:1024"))
+    made = programs.held_out_games(map(program.Stage.read, config.held_out), partial(program.Evaluator, config))
+    assert {name: (found.size, found.target) for name, found in made.items()} == {
+        "4x4": (4, 2048), "6x6 2048": (6, 2048), "6x6 1024": (6, 1024)}  # fmt: skip
+    goals = [getattr(found.new_game(1), "target", 0) for found in made.values()]
+    assert goals == [program.TO_THE_END, 2048, 1024]
+
+
+@pytest.mark.parametrize("stages", [[], ["4x2048"], ["1:2048"], ["4:1000"]])
+def test_a_stage_that_cannot_be_is_refused(stages: list[str]) -> None:
+    with pytest.raises(UsageError, match="--held-out"):
+        program.check_config(program.EvalConfig(model="tiny", held_out=tuple(stages)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The best of N
+
+
+def test_the_best_of_n_is_kept_with_those_behind_it(trained: Run) -> None:
+    """As many answers as training judged, and a race like that of the run's own programs."""
+    best = json.loads((trained.folder / "best_of_n.json").read_text())
+    assert (trained.folder / "best_of_n.py").read_text() == best[0] + "\n"
+    race = trained.result["races"]["best_of_n"]
+    assert race["sampled"] == sum(len(step["completions"]) for step in trained.rollouts)
+    assert len(best) == min(100, race["played"])
+    assert 0 < trained.result["races"]["best"]["played"] <= race["sampled"]
+
+
+def check_the_untrained_model() -> None:
+    config = program.train_defaults("tiny", "stable", "none")
+    config.games, config.max_new_tokens = 8, 64
+    model, tokenizer = program.load_model("tiny", config, lambda _: None)
+    evaluator = program.Evaluator(config, 4, 128)
+    start = evaluator.answers(model, tokenizer, 12, range(2))
+    model = program.add_adapters(model, config)
+    for name, weights in model.named_parameters():
+        if "lora_B" in name:
+            weights.data.normal_(std=0.1)
+    assert evaluator.answers(model, tokenizer, 12, range(2)) != start
+    with model.disable_adapter():
+        assert evaluator.answers(model, tokenizer, 12, range(2)) == start
+
+
+def test_the_best_of_n_is_written_by_the_untrained_model(base: Path) -> None:
+    """An adapter that was trained changes the answers; switched off, it does not."""
+    call(check_the_untrained_model)
+
+
+def check_the_wordings() -> None:
+    config = program.train_defaults("tiny", "stable", "none")
+    model, tokenizer = program.load_model("tiny", config, lambda _: None)
+    answers = [GOOD, "no program", CHEATS, BROKEN] * 3
+
+    def sample(model: Any, tokenizer: Any, prompts: Sequence[str], config: Any) -> list[str]:
+        assert prompts == [program.build_prompt(4, 128, wording=n % 8) for n in range(12)]
+        return answers
+
+    program.sample_completions = sample
+    evaluator, adapted = program.Evaluator(config, 4, 128), program.add_adapters(model, config)
+    assert programs.untrained_programs(evaluator, adapted, tokenizer, 12) == [GOOD] * 3
+
+
+def test_the_best_of_n_is_asked_for_in_the_wordings_of_training(base: Path) -> None:
+    """Programs that cheat or do not load take no part."""
+    call(check_the_wordings)
+
+
+def test_eval_of_a_run_shows_its_best_of_n(trained: Run) -> None:
+    done = run("eval", trained.folder, "--games", 4, *HELD_OUT, "--max-new-tokens", 48, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])["scores"]
+    assert {name: stage["controls"] for name, stage in told.items()} == {
+        name: stage["controls"] for name, stage in trained.result["scores"].items()}  # fmt: skip
