@@ -62,7 +62,7 @@ display(Markdown("\n".join(rows)))
 
 # %% [markdown]
 # Random keys nearly always reach 2048 on a 6x6 board. So reaching 2048 says little: results need a comparison with
-# random play, and the target has to climb.
+# random play, and training has to go on to harder games.
 #
 # ## The prompt
 

@@ -83,7 +83,7 @@ FAULTS = (
     Fault("export", "export", '(codes % 2 == 1) &', '(codes % 2 == 0) &'),
     Fault("export", "export", 'torch.stack(parts, -1).flatten(1)', 'torch.cat(parts, 1)'),
     Fault("report", "report", 'quote=True)', 'quote=False)'),
-    Fault("command line", "cli learning", 'together % config.generations', 'config.batch_size % config.generations'),
+    Fault("command line", "cli learning", 'config.accumulation) % config.generations', '1) % config.generations'),
 )  # fmt: skip
 
 

@@ -130,24 +130,28 @@ class TrainsNoFurther:
         self.remove_callback = self.add_callback = self.train = lambda *_, **__: None
 
 
+def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> Any:
+    """A trainer whose run goes on after these lines of rollouts.jsonl, with a checkpoint every second step."""
+    config = program.TrainConfig(generations=2, save_steps=2)
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = run / UNFINISHED / f"checkpoint-{len(rows)}"
+    checkpoint.mkdir(parents=True)
+    logs = {"loss": 0.0, "games/random_won": 0.0, "seconds/spent": 1.0}
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [logs] * len(rows)}))
+    finish_checkpoint(checkpoint, run, keep=1, best=True)
+    rollouts = program.Rollouts(run / "rollouts.jsonl", config, ladder)
+    unused: Any = pytest.fail
+    trainer, console = TrainsNoFurther(len(rows)), Console(quiet=True)
+    watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, 6, 64)}, run, console, unused).train()
+    return trainer
+
+
 def check_the_ladder(folder: str) -> None:
-    run, config = Path(folder), program.TrainConfig(generations=2)
     stages = [program.Stage(6, 64), program.Stage(4, 64)]
     original, resumed = (program.Ladder(stages, 0.9, 2) for _ in range(2))
     for step in range(7):
         original.record(step, original.at(step), 1.0)
-    rows = [won_step(step + 1, original.at(step)) for step in range(7)]
-    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    checkpoint = run / UNFINISHED / "checkpoint-7"
-    checkpoint.mkdir(parents=True)
-    logs = {"loss": 0.0, "games/random_won": 0.0, "seconds/spent": 1.0}
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [logs] * 7}))
-    finish_checkpoint(checkpoint, run, keep=1, best=True)
-    rollouts = program.Rollouts(run / "rollouts.jsonl", config, resumed)
-    unused: Any = pytest.fail
-    trainer, console = TrainsNoFurther(7), Console(quiet=True)
-    evaluators = {"6x6": program.Evaluator(config, 6, 64)}
-    watch.Progress(trainer, rollouts, evaluators, run, console, unused).train()
+    resume(Path(folder), [won_step(step + 1, original.at(step)) for step in range(7)], resumed)
     assert [stage for _, stage in original.since] == [(6, 64), (4, 64), (4, 128)]
     assert resumed.since == original.since
     assert resumed.recent == original.recent
@@ -156,6 +160,23 @@ def check_the_ladder(folder: str) -> None:
 def test_a_run_goes_on_at_the_stage_that_it_had_reached(tmp_path: Path) -> None:
     """No checkpoint holds the ladder: its stage follows from the steps in rollouts.jsonl."""
     call(check_the_ladder, tmp_path)
+
+
+def check_the_best_checkpoint(folder: str) -> None:
+    large, small = program.Stage(6, 64), program.Stage(4, 64)
+    runs = (("new", [64, 64, 64, 16], True), ("up", [64, 8, 8, 16], True), ("down", [64, 8, 4, 4], False))
+    for name, tiles, best in runs:
+        run = Path(folder) / name
+        run.mkdir()
+        rows = [won_step(step, large if tile == 64 else small) for step, tile in enumerate(tiles, 1)]
+        for row, tile in zip(rows, tiles, strict=True):
+            row["completions"][0]["results"][0]["max_tile"] = tile
+        assert resume(run, rows, program.Ladder([large, small])).is_best() is best
+
+
+def test_the_best_checkpoint_has_the_largest_tiles_of_the_last_stage(tmp_path: Path) -> None:
+    """Tiles are larger on a larger board, so an earlier stage would always be the best."""
+    call(check_the_best_checkpoint, tmp_path)
 
 
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:

@@ -271,19 +271,20 @@ def changes(run: Run) -> str:
 
 
 def best_programs(run: Run, count: int = 5) -> str:
-    """The programs that reached the largest tiles in training."""
+    """The programs that reached the largest tiles at the last stage of training."""
     tries: dict[str, list[tuple[int, Attempt]]] = {}
+    last = run.steps[max(run.steps)].stage if run.steps else ""
     for number, step in run.steps.items():
         for attempt in step.attempts:
-            if attempt.source and attempt.plays:
+            if attempt.source and attempt.plays and step.stage == last:
                 tries.setdefault(attempt.source, []).append((number, attempt))
     tiles = {source: [tile for _, attempt in made for tile in attempt.tiles] for source, made in tries.items()}
     ranked = sorted(tiles, key=lambda source: (statistics.fmean(tiles[source]), len(tiles[source])), reverse=True)
     return "".join(
-        listing(f"Largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
+        listing(f"{last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
                 f"{'games' if len(tiles[source]) > 1 else 'game'}), "
                 f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
-                f"first written at step {tries[source][0][0]}", source)
+                f"written at step {tries[source][0][0]}", source)
         for source in ranked[:count])  # fmt: skip
 
 

@@ -452,8 +452,9 @@ class Progress:
         self._interruption = runs.Interruption()
         self._writer: Any = None  # of the curves, on rank 0
         self._summary: StepSummary | None = None  # of the last step
-        self._summaries: list[tuple[float, float, float]] = []  # distinct, flat and level of every step
-        self._best: tuple[str, float, int] | None = None  # the program with the largest tiles so far
+        self._summaries: list[tuple[float, float]] = []  # distinct and flat of every step
+        self._levels: list[tuple[str, float]] = []  # stage and level of every step
+        self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self.before: dict[str, runs.Score]  # of the untrained model, by stage
@@ -503,7 +504,7 @@ class Progress:
     def result(self) -> dict[str, Any]:
         """What result.json says of the training."""
         assert self._summary
-        distinct, flat, _ = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
+        distinct, flat = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
         return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "stage": self._summary.stage,
                 "distinct": round(distinct, 4), "zero_spread": round(flat, 4), "collapsed": self.collapsed}  # fmt: skip
 
@@ -539,8 +540,11 @@ class Progress:
             self._spent = logs["seconds/spent"]
 
     def _note(self, step: StepSummary) -> None:
+        if self._summary and step.stage != self._summary.stage:
+            self._best = None
         self._summary = step
-        self._summaries.append((step.distinct, step.flat, step.level))
+        self._summaries.append((step.distinct, step.flat))
+        self._levels.append((step.stage, step.level))
         for done in self._rollouts.last["completions"]:
             tile = statistics.fmean(game["max_tile"] for game in done["results"])
             plays = done["works"] == "load" and not done["cheating"]
@@ -583,7 +587,9 @@ class Progress:
         return self._watcher.collapsed or by_first_rank(lambda: over)
 
     def _is_best(self) -> bool:
-        """Whether tiles were larger before this checkpoint than before any other."""
-        levels, every = [level for *_, level in self._summaries], self._config.save_steps
-        means = [statistics.fmean(levels[i : i + every]) for i in range(0, len(levels), every)]
+        """Whether tiles at the last stage were larger before this checkpoint than before any other."""
+        every, last = self._config.save_steps, self._levels[-1][0]
+        parts = (self._levels[i : i + every] for i in range(0, len(self._levels), every))
+        levels = ([level for stage, level in part if stage == last] for part in parts)
+        means = [statistics.fmean(part) for part in levels if part]
         return means[-1] >= max(means)
