@@ -37,7 +37,7 @@ def record(run: Path) -> None:
     """Replace tests/recorded_run.  Board seeds become small numbers; of TensorBoard's events the curves are kept."""
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
-    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json"):
+    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json", "best_of_n.py"):
         shutil.copyfile(run / name, RECORDED / name)
     seeds: dict[int, int] = {}
     with (RECORDED / "rollouts.jsonl").open("w", encoding="utf-8") as log:

@@ -188,7 +188,8 @@ def hostile(folder: Path) -> Path:
         cheating = HOSTILE if i % 2 else ""
         done |= {"text": HOSTILE, "source": f"{HOSTILE}{i}", "works": "load", "cheating": cheating, "reward": i}
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (folder / "best_strategy.py").write_text(HOSTILE.encode("utf-8", "replace").decode())
+    for name in ("best_strategy.py", "best_of_n.py"):
+        (folder / name).write_text(HOSTILE.encode("utf-8", "replace").decode())
     change(folder / "config.json", lambda config: config.update({"model": HOSTILE, HOSTILE: HOSTILE}))
     folder = folder.rename(folder.with_name("<img src=x onerror='window.hit = 1'>"))
     return report.write_report(folder)

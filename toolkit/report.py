@@ -222,7 +222,7 @@ def headline(run: Run) -> str:
     for player in (BEST, BEST_OF_N, RANDOM):
         if player in played.scores:
             found = played.scores[player]
-            said += f" {player.capitalize()}: {found.won:.0%} and {found.largest_tile_median:.0f}."
+            said += f" {player[0].upper()}{player[1:]}: {found.won:.0%} and {found.largest_tile_median:.0f}."
     if run.result.get("collapsed"):
         said += " Training ended early, because nothing more could be learned from its games."
     if run.result.get("jailed") is False:
@@ -268,6 +268,18 @@ def changes(run: Run) -> str:
     shares = {"load": "games/works", "differ from the others of their group": "games/distinct"}
     drawn = chart("Answers whose program", {name: run.curves.get(c, {}) for name, c in shares.items()}, "percent")
     return grid(drawn, *cards)
+
+
+def chosen_programs(run: Run) -> str:
+    """The best program of the run and that of the untrained model, and how they were found."""
+    races = run.result.get("races", {})
+
+    def chosen(key: str) -> str:
+        return "best of {candidates}, chosen on {boards} boards of its own".format(**races[key]) if key in races else ""
+
+    named = (("Best of the run", "best", run.best), ("The untrained model", "best_of_n", run.best_of_n))
+    return "".join(listing(f"{name}: {chosen(key)}" if chosen(key) else name, source, opened=key == "best")
+                   for name, key, source in named if source)  # fmt: skip
 
 
 def best_programs(run: Run, count: int = 5) -> str:
@@ -319,8 +331,7 @@ def write_report(folder: Path) -> Path:
              for name, value in facts.items()
              if name not in HIDDEN and isinstance(value, str | int | float | list)]  # fmt: skip
     after = (section("Training", stage_table(run), curve_charts(run)), section("How programs changed", changes(run)),
-             section("The best programs", listing("Best of the run, chosen on boards of its own", run.best, opened=True)
-                     if run.best else "", best_programs(run)),
+             section("The best programs", chosen_programs(run), best_programs(run)),
              section("Settings", "<details><summary>All of them</summary>", table(("name", "value"), known),
                      "</details>"))  # fmt: skip
     return write_page(folder / "report.html", f"{run.name}: a model learns to play 2048", headline(run),

@@ -476,6 +476,7 @@ class Run:
     curves: dict[str, dict[int, float]]  # TensorBoard's: value by step
     steps: dict[int, Step]
     best: str  # source of the best program, or ""
+    best_of_n: str  # of the untrained model, or ""
     game: dict[str, Any]  # its best game, or empty
 
 
@@ -564,11 +565,12 @@ def read_run(folder: Path) -> Run:
         raise UsageError(f"{folder} is no run of this version: it has no config.json of one")
     with naming(folder / "result.json"):
         scores = read_scores(result)
-    best = folder / "best_strategy.py"
-    with naming(best):
-        source = best.read_text(encoding="utf-8") if best.is_file() else ""
+    sources = []
+    for file in (folder / "best_strategy.py", folder / "best_of_n.py"):
+        with naming(file):
+            sources.append(file.read_text(encoding="utf-8") if file.is_file() else "")
     return Run(folder.resolve().name, config, result, scores, read_curves(folder),
-               read_rollouts(folder / "rollouts.jsonl"), source, read_game(folder / "best_game.json"))  # fmt: skip
+               read_rollouts(folder / "rollouts.jsonl"), *sources, read_game(folder / "best_game.json"))  # fmt: skip
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
