@@ -267,9 +267,9 @@ ALLOWED_MODULES = ("math", "random", "itertools", "functools", "collections", "h
                    "decimal")  # fmt: skip
 RULES = """
 `board` is a list of {size} lists of {size} whole numbers; 0 is an empty cell. The function returns one key: \
-"{up}" for up, "{down}" for down, "{left}" for left, "{right}" for right. Use native Python only, keep helper \
-functions inside `strategy`, and import nothing but {modules}. The function must work for any board size. Answer \
-with one short function in a fenced block:
+"{up}" for up, "{down}" for down, "{left}" for left, "{right}" for right. It must work for any board size. Use native \
+Python only and import nothing but {modules}. Answer with one short function, and with helpers above it if it needs \
+any, in a fenced block:
 ```python
 def strategy(board):
     ...

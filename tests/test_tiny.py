@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import random
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.list_engine import slide
-from toolkit import tiny
+from toolkit import compose, tiny
 from toolkit.programs import moves_source
 
 SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
@@ -24,7 +23,7 @@ SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
 def test_composed_strategies_load_and_answer_with_keys(layout: str, pool: program.Pool) -> None:
     """Every program that the warm start imitates is legal: it loads and returns nothing but keys."""
     rng, task = random.Random(1), program.tiny_task(layout)
-    sources = [tiny.compose_strategy(rng, task) for _ in range(40)]
+    sources = [compose.strategy(rng, task.keys) for _ in range(40)]
     results = program.execute_strategies(sources, [1], target=64, keys=layout)
     assert {game.outcome for games in results for game in games} <= {"success", "lost", "stuck"}
     assert not any(program.find_cheating(source) for source in sources)
@@ -33,19 +32,20 @@ def test_composed_strategies_load_and_answer_with_keys(layout: str, pool: progra
 @pytest.mark.parametrize("layout", list(program.LAYOUTS))
 def test_programs_foresee_the_moves_of_the_game(layout: str) -> None:
     """The boards that searches and controls look at are those of an independent engine."""
-    rng, keys = random.Random(4), program.LAYOUTS[layout]
+    rng, keys, code = random.Random(4), program.LAYOUTS[layout], dict[str, Any]()
+    exec(moves_source(keys), code)
     for _ in range(200):
         board = [[rng.choice((0, 2, 2, 4, 8)) for _ in range(4)] for _ in range(4)]
-        foreseen: dict[str, Any] = {"board": board}
-        exec(textwrap.dedent(moves_source(keys, keys)), foreseen)
         after = {key: slide(board, direction)[0] for key, direction in zip(keys, program.DIRECTIONS, strict=True)}
-        assert foreseen["after"] == after
-        assert foreseen["moves"] == [key for key in keys if after[key] != board]
+        foreseen = code["moves"](tuple(map(tuple, board)))
+        assert {key: list(map(list, rows)) for key, rows in foreseen.items()} == {
+            key: rows for key, rows in after.items() if rows != board
+        }
 
 
 def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:
     rng, task = random.Random(2), program.tiny_task()
-    sources = [tiny.compose_strategy(rng, task) for _ in range(60)]
+    sources = [compose.strategy(rng, task.keys) for _ in range(60)]
     tiles = [games[0].max_tile for games in program.execute_strategies(sources, [1])]
     assert min(tiles) <= 64
     assert max(tiles) == 2048
@@ -55,7 +55,7 @@ def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -
 def test_composed_strategies_are_distinct() -> None:
     """Two corpora of a thousand share few programs, so most of what training finds was never shown."""
     task = program.tiny_task()
-    one, two = ({tiny.compose_strategy(random.Random(seed * 1000 + i), task) for i in range(1000)} for seed in (1, 2))
+    one, two = ({compose.strategy(random.Random(seed * 1000 + i), task.keys) for i in range(1000)} for seed in (1, 2))
     assert len(one & two) < 0.5 * len(one)
 
 
@@ -81,7 +81,9 @@ def test_what_changes_the_weights_also_changes_the_version(tmp_path: Path) -> No
     """
     tasks = [program.tiny_task(layout) for layout in program.LAYOUTS]
     corpora = [[tiny.conversation(random.Random(i), task) for i in range(100)] for task in tasks]
-    vocabulary = tiny.train_tokenizer(corpora[0], tasks[0].alphabet, 512).get_vocab()
+    marked = [compose.marked_strategy(random.Random(i), tasks[0].keys) for i in range(100)]
+    prompts = [prompt["content"] for prompt, _ in corpora[0]]
+    vocabulary = tiny.train_tokenizer(prompts, marked, tasks[0].alphabet, 640).get_vocab()
     parts = [dataclasses.asdict(tiny.DEFAULT_CONFIG), tiny.CHAT_TEMPLATE, tiny.SPECIAL_TOKENS, tiny.SEED,
              [task.final_channel for task in tasks], corpora, vocabulary]  # fmt: skip
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

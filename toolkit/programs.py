@@ -19,31 +19,44 @@ from toolkit import runs, stage_name
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
 
-_SIMULATED_MOVES = """    def move(k):
-        turn, order = k in "{vertical}", -1 if k in "{backwards}" else 1
-        rows = []
-        for row in zip(*board) if turn else board:
-            slid, last = [], 0
-            for x in row[::order]:
-                if x and x == last:
-                    slid[-1], last = x + x, 0
-                elif x:
-                    slid.append(x)
-                    last = x
-            rows.append((slid + [0] * (len(row) - len(slid)))[::order])
-        return [list(r) for r in zip(*rows)] if turn else rows
+_MOVES = """\
+from functools import cache
 
-    after = {{k: move(k) for k in "{keys}"}}
-    moves = [k for k in after if after[k] != board]
+@cache
+def slide(row):
+    tiles, last = [], 0
+    for x in row:
+        if x and x == last:
+            tiles[-1], last = x + x, 0
+        elif x:
+            tiles.append(x)
+            last = x
+    return tuple(tiles + [0] * (len(row) - len(tiles)))
+
+@cache
+def back(row):
+    return slide(row[::-1])[::-1]
+
+def moves(board):
+    columns = tuple(zip(*board))
+    after = {{
+{lines}
+    }}
+    return {{key: b for key, b in after.items() if b != board}}
 """
+_AFTER = ("tuple(zip(*map(slide, columns)))", "tuple(zip(*map(back, columns)))", "tuple(map(slide, board))",
+          "tuple(map(back, board))")  # fmt: skip
+AFTER = "    after = moves(tuple(map(tuple, board)))\n"  # the first line of a strategy that uses them
 
 
-def moves_source(keys: str, order: str) -> str:
-    """Source that computes the moves of a `board`: `moves` are the legal keys, `after` the boards they lead to.
+def moves_source(keys: Iterable[str], order: Iterable[int] = range(4)) -> str:
+    """Source of `moves(board)`: the legal keys of a board, a tuple of rows, and the boards they lead to.
 
     `keys` are those for up, down, left and right; `order` is the order in which they are tried.
     """
-    return _SIMULATED_MOVES.format(vertical=keys[:2], backwards=keys[1] + keys[3], keys=order)
+    spelled = list(zip(keys, _AFTER, strict=True))
+    lines = (f'        "{key}": {after},' for key, after in (spelled[direction] for direction in order))
+    return _MOVES.format(lines="\n".join(lines))
 
 
 EXPERT = Path(__file__).with_name("expert.py")
@@ -54,13 +67,12 @@ def controls(keys: str) -> dict[str, str]:
 
     `keys` as above.
     """
-    moves = moves_source(keys, keys)
+    seeing = f"{moves_source(keys)}\ndef strategy(board):\n{AFTER}"
     turn = "".join(keys[direction] for direction in (2, 0, 3, 1))  # left, up, right, down
     return {
-        "random": f"import random\ndef strategy(board):\n{moves}    return random.choice(moves)\n",
+        "random": f"import random\n{seeing}    return random.choice([*after])\n",
         "rotation": f'def strategy(board, k=[*"{turn}"] * 9**5): return k.pop()\n',
-        "greedy": f"def strategy(board):\n{moves}"
-        "    return max(moves, key=lambda k: sum(row.count(0) for row in after[k]))\n",
+        "greedy": f"{seeing}    return max(after, key=lambda key: sum(row.count(0) for row in after[key]))\n",
         "expert": EXPERT.read_text(encoding="utf-8").replace('"éuai"', f'"{keys}"'),
     }
 
@@ -218,6 +230,7 @@ def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: 
 # ---------------------------------------------------------------------------------------------------------------------
 # The best of many programs
 
+FINALISTS = 32  # programs that stay after the first round of a race
 CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
 
 
@@ -250,20 +263,21 @@ def play_in_order(
 def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
     """Find the best program by sequential halving (Karnin, Koren and Somekh 2013) within some seconds.
 
-    The first round plays one board, with as many programs as its share of the time allows, in the given order.  Each
-    round drops the worse half by the mean log2 of the scores so far, and the next plays twice as many new boards.  All
-    programs of a round play the same boards.  The result is repeatable if the time suffices.
+    The first round plays one board, with as many programs as half of the time allows, in the given order; the FINALISTS
+    stay.  The others drop the worse half, by the mean log2 of the scores so far, and the next plays twice as many new
+    boards.  All programs of a round play the same boards.  The result is repeatable if the time suffices.
     """
     left, lost = list(dict.fromkeys(sources)), list[str]()
     candidates, end, number = len(left), time.monotonic() + seconds, 0
     games: dict[str, list[GameResult]] = {source: [] for source in left}
-    boards = evaluator.boards(2 << candidates.bit_length(), "race")
+    boards = evaluator.boards(4 * FINALISTS, "race")
 
     def level(source: str) -> float:
         return statistics.fmean(math.log2(max(1, game.score)) for game in games[source])
 
     while left and (len(left) > 1 or not number):
-        now, rounds = time.monotonic(), max(1, (len(left) - 1).bit_length())
+        now = time.monotonic()
+        rounds = (len(left) - 1).bit_length() if number else 2
         for board in boards[(1 << number) - 1 : (2 << number) - 1]:
             played = play_in_order(evaluator, left, board, now + (end - now) / rounds)
             if number == 0:
@@ -273,8 +287,8 @@ def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
             for source, game in zip(left, played, strict=True):
                 games[source].append(game)
         left.sort(key=level, reverse=True)
-        half = (len(left) + 1) // 2
-        left, lost, number = left[:half], left[half:] + lost, number + 1
+        kept = (len(left) + 1) // 2 if number else FINALISTS
+        left, lost, number = left[:kept], left[kept:] + lost, number + 1
     ranking = (*left, *lost)
     best = games[ranking[0]] if ranking else []
     won = statistics.fmean(game.max_tile >= evaluator.target for game in best) if best else 0.0

@@ -1,9 +1,9 @@
 """The embedded model: a gpt-oss of about 1 M parameters that learns the task's format in a minute on two CPU cores.
 
 It has the architecture, the special tokens and the chat format of gpt-oss-20b, so training and evaluation take the same
-path with both.  `warm_start` makes it from nothing: it composes random programs, trains a tokenizer on them, trains
-the model to answer prompts with such programs, and caches the result.  The game's side (prompts, keys, the code of a
-move) comes in as a `Task`.
+path with both.  `warm_start` makes it from nothing: it composes random programs (compose.py), trains a tokenizer on
+them, trains the model to answer prompts with such programs, and caches the result.  The game's side (prompts, keys)
+comes in as a `Task`.
 
 Shapes: B answers, P tokens of the prompt, T tokens of the longest answer, V tokens of the vocabulary.
 """
@@ -14,19 +14,19 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import cache_folder
-from toolkit.programs import moves_source
+from toolkit import cache_folder, compose
 
 if TYPE_CHECKING:
     import torch
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-VERSION = 3  # part of the cache folder's name: raise it with every change that changes the weights
+VERSION = 4  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
 
 
@@ -51,82 +51,10 @@ class Task:
         return "".join(self.layouts.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Composed programs.  Their parts are independent, so most combinations never appear in the warm start.
-
-SCORE_FUNCTION = """
-    def score(k):
-        board = after[k]
-        flat = sum(board, [])
-        return {total}
-"""
-FEATURES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-1][-1]", "sum(board[0])",
-            "sum(board[-1])", "sum(r[0] for r in board)", "sum(x * x for x in flat)",
-            "sum(x * i for i, x in enumerate(flat))", "sum(r == sorted(r) for r in board)",
-            "sum(x == y for r in board for x, y in zip(r, r[1:]))")  # fmt: skip
-FEATURE_WEIGHTS = (1, 2, 3, 5, 8, 20, 50, 100)
-
-# Ways to choose a key, and how often each is composed.  On 6x6 about one program in five reaches 2048: those that draw
-# from 3 or 4 keys, and more than half of the searches.  Searches are common because training loses whatever is rare:
-# benchmarks/LOG.md.
-KEY_CHOICES = {"constant": 8, "cycle": 26, "draw2": 22, "draw3": 2, "draw4": 1, "first": 15, "search": 26}
-
-
-def weighted_sum(rng: random.Random, count: int) -> str:
-    """An expression: the weighted sum of `count` FEATURES of a `board` and its cells `flat`."""
-    first, *rest = (f"{rng.choice(FEATURE_WEIGHTS)} * {feature}" for feature in rng.sample(FEATURES, count))
-    return first + "".join(rng.choice((" + ", " + ", " - ")) + part for part in rest)
-
-
-def some_keys(rng: random.Random, keys: str, count: int) -> str:
-    """`count` different keys in random order."""
-    return "".join(rng.sample(keys, count))
-
-
-def key_expression(rng: random.Random, kind: str, keys: str) -> str:
-    """An expression for the next key; `kind` is one of KEY_CHOICES."""
-    if kind == "constant":
-        return f'"{rng.choice(keys)}"'
-    if kind == "cycle":
-        count = rng.choice((2, 3, 4))
-        return f'"{some_keys(rng, keys, count)}"[n % {count}]'
-    if kind in ("draw2", "draw3", "draw4"):
-        count = int(kind[-1])
-        return f'"{some_keys(rng, keys, count)}"[random.randrange({count})]'
-    if kind == "first":
-        return rng.choice(("moves[0]", "moves[0]", "moves[-1]"))
-    return "max(moves, key=score)"
-
-
-def compose_strategy(rng: random.Random, task: Task) -> str:
-    """The source of one random strategy.
-
-    It chooses its key in one or two of the KEY_CHOICES; a test of the board decides between two.
-    """
-    kinds = rng.choices(list(KEY_CHOICES), list(KEY_CHOICES.values()), k=rng.choice((1, 1, 1, 2)))
-    choices = [key_expression(rng, kind, task.keys) for kind in kinds]
-    body = f"    return {choices[-1]}\n"
-    if len(choices) == 2:
-        test = f"{rng.choice(FEATURES)} > {rng.choice((1, 2, 4, 8, 16, 32, 64))}"
-        body = f"    if {test}:\n        return {choices[0]}\n{body}"
-    if "cycle" in kinds:
-        body = f"    n = {weighted_sum(rng, rng.choice((1, 1, 2)))}\n{body}"
-    if "flat" in body:
-        body = f"    flat = sum(board, [])\n{body}"
-    if {"first", "search"} & set(kinds):
-        head = moves_source(task.keys, some_keys(rng, task.keys, 4))
-        if "search" in kinds:
-            tie_break = rng.choice(("", " + random.random()"))  # without it, max takes the first of equal moves
-            head += SCORE_FUNCTION.format(total=weighted_sum(rng, rng.choice((1, 2, 3))) + tie_break)
-        body = f"{head}\n{body}"
-    imports = "import random\n\n" if "random." in body else ""
-    return f"{imports}def strategy(board):\n{body}"
-
-
 def conversation(rng: random.Random, task: Task) -> list[dict[str, str]]:
     """One training example: a random prompt of the task, answered with a composed strategy."""
-    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(9, 16), wording=rng.randrange(task.wordings))
-    answer = f"```python\n{compose_strategy(rng, task)}```"
+    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(7, 16), wording=rng.randrange(task.wordings))
+    answer = f"```python\n{compose.strategy(rng, task.keys)}```"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
@@ -147,31 +75,25 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(
-    conversations: list[list[dict[str, str]]], alphabet: str, vocab_size: int
+    prompts: Sequence[str], programs: Sequence[str], alphabet: str, vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with harmony's special tokens.
+    """Train a byte-level BPE tokenizer on prompts, with harmony's special tokens and a token for each part of programs.
 
-    Merges cross words and lines, so a program is about 30 tokens long.  Statements, numbers and the keys in a string of
-    keys are never merged with each other: each choice of a program is a token of its own.
+    `programs` are marked (compose.py).  A program is 5 to 50 tokens long, and each of its choices is one token.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    key = "[" + "".join(sorted(set(alphabet))) + "]"
-    number = r"(?<=[ x(])\d+(?=[ x),.;:])"
-    end = rf'\n {{0,4}}(?! )|{number}|{key}+"|$'  # a line break inside an indented block does not end a piece
-    pieces = rf'\n {{0,4}}(?! )|{number}|{key}(?={key}*")|[\s\S]+?(?={end})'
+    counts = Counter(part for source in programs for part in f"```python\n{source}```".split("¦") if len(part) > 1)
+    parts = [part for part, count in counts.items() if count > len(programs) / 1000]
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    all_bytes = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS),
-                                  initial_alphabet=all_bytes, max_token_length=256, show_progress=False)  # fmt: skip
-    programs = [answer["content"] for _, answer in conversations]
-    prompts = [prompt["content"] for prompt, _ in conversations[::8]]  # few, so most merges are spent on programs
-    tokenizer.train_from_iterator(programs + prompts, trainer)
+    every_byte = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(parts), special_tokens=list(SPECIAL_TOKENS),
+                                  initial_alphabet=every_byte, show_progress=False)  # fmt: skip
+    tokenizer.train_from_iterator([*prompts, *alphabet * 1000], trainer)
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in sorted(parts)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|return|>", pad_token="<|endoftext|>",
         padding_side="left", model_max_length=1024, chat_template=CHAT_TEMPLATE)  # fmt: skip
@@ -241,7 +163,9 @@ def train_model(
 
     torch.set_num_threads(1)  # the model is so small that a second thread costs more than it gains
     rng = random.Random(seed)
-    tokenizer = train_tokenizer([conversation(rng, task) for _ in range(config.corpus)], task.alphabet, config.vocab)
+    prompts = [conversation(rng, task)[0]["content"] for _ in range(config.corpus // 8)]
+    programs = [compose.marked_strategy(rng, task.keys) for _ in range(config.corpus)]
+    tokenizer = train_tokenizer(prompts, programs, task.alphabet, config.vocab)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = untrained_model(config, tokenizer).float()

@@ -1,0 +1,143 @@
+"""The programs that the embedded model imitates in its warm start: composed of parts, of very different quality.
+
+The parts are what a large model writes for 2048: evaluation terms with weights, look-ahead of different depth, rules by
+state, counters kept between calls.  All choices are independent, so most combinations never appear in the warm start.
+In the templates `¦` stands between two choices; the tokenizer makes a token of each part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit.programs import AFTER, moves_source
+
+WORTH = """
+@cache
+def worth(row):
+    ranks = [x.bit_length() for x in row]
+    pairs = list(zip(ranks, ranks[1:]))
+    return ¦{terms}¦
+
+def value(board):
+    return ¦{lines}¦{place}¦
+"""
+BEST = """
+def best(board):
+    return max(map(value, moves(board).values()), default=-¦{dead}¦)¦
+"""
+EXPECTED = """
+def expected(board):
+    boards = [
+        board[:i] + (row[:j] + (2,) + row[j + 1 :],) + board[i + 1 :]
+        for i, row in enumerate(board) for j, x in enumerate(row) if not x
+    ]
+    boards = boards[:: len(boards) // ¦{cells}¦ + 1]
+    return ¦{pooled}¦
+"""
+TERMS = (
+    "row.count(0)",
+    "sum(a == b > 0 for a, b in pairs)",
+    "len(set(row))",
+    "max(ranks)",
+    "sum(ranks)",
+    "sum(a * a for a in ranks)",
+    "sum(x * x for x in row)",
+    "sum(abs(a - b) for a, b in pairs)",
+    "sum(abs(x - y) for x, y in zip(row, row[1:]))",
+    "sum(abs(a - b) == 1 for a, b in pairs)",
+    "min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))",
+    "min(sum(a**2 - b**2 for a, b in pairs if a > b), sum(b**2 - a**2 for a, b in pairs if a < b))",
+    "min(sum(a**4 - b**4 for a, b in pairs if a > b), sum(b**4 - a**4 for a, b in pairs if a < b))",
+    "ranks[0]",
+    "ranks[-1]",
+    "(ranks == sorted(ranks))",
+    "(max(ranks) in (ranks[0], ranks[-1]))",
+)
+WEIGHTS = tuple(sign * weight for sign in (1, -1) for weight in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000))
+STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-1][-1]", "sum(board[0])",
+          "sum(board[-1])", "sum(r[0] for r in board)", "sum(r == sorted(r) for r in board)")  # fmt: skip
+
+# Choices, and how often each is composed.
+KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 45}
+SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
+RULES = {1: 4, 2: 1}
+TERM_COUNTS = {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}
+LINE_VALUES = {"sum(map(worth, board)) + sum(map(worth, zip(*board)))": 3, "sum(map(worth, board))": 1,
+               "sum(map(worth, zip(*board)))": 1}  # fmt: skip
+PLACES = {"": 6, "board[0][0]": 1, "board[-1][-1]": 1, "sum(board[0])": 1}
+DEAD = (0, 10, 100, 1000, 10000, 100000)
+CELLS = (1, 2, 3, 4, 6, 8, 12)  # how many empty cells the next tile is tried on, at most
+POOLED = {"sum(map(best, boards)) / len(boards)": 2, "min(map(best, boards))": 1, "max(map(best, boards))": 1}
+
+
+def pick(rng: random.Random, table: Mapping[Any, int]) -> Any:
+    """One of a table's keys, as often as its value says."""
+    return rng.choices(list(table), list(table.values()))[0]
+
+
+def weighted_sum(rng: random.Random, count: int) -> str:
+    """An expression: the sum of `count` TERMS of a row, each with a weight."""
+    return "¦ + ¦".join(f"{term}¦ * ¦{rng.choice(WEIGHTS)}" for term in rng.sample(TERMS, count))
+
+
+def some_keys(rng: random.Random, keys: str, count: int) -> str:
+    """`count` different keys in random order."""
+    return "¦".join(rng.sample(keys, count))
+
+
+def key_expression(rng: random.Random, kind: str, keys: str) -> str:
+    """An expression for the next key; `kind` is one of KINDS, or one of SEARCHES."""
+    if kind == "constant":
+        return f'"¦{rng.choice(keys)}¦"'
+    if kind == "first":
+        return rng.choice(("[*after][0]", "[*after][0]", "[*after][-1]"))
+    if kind in SEARCHES:
+        return f"max(after, key=lambda key: {kind}(after[key]))"
+    count = int(kind[-1]) if kind.startswith("draw") else rng.choice((2, 3, 4))
+    index = {"cycle": f"{rng.choice((1, 2, 3, 5))}¦ * {rng.choice(STATES)}¦ % {count}",
+             "turns": f"len(turns) % {count}"}.get(kind, f"random.randrange({count})")  # fmt: skip
+    return f'"¦{some_keys(rng, keys, count)}¦"[¦{index}]'
+
+
+def helpers(rng: random.Random, kinds: Sequence[str], keys: str) -> str:
+    """The functions above `strategy` that its choices of a key need."""
+    searches, source = set(kinds) & set(SEARCHES), ""
+    if searches or "first" in kinds:
+        source += moves_source((f"¦{key}¦" for key in keys), rng.sample(range(4), 4)) + "¦"
+    if searches:
+        terms, place = weighted_sum(rng, pick(rng, TERM_COUNTS)), pick(rng, PLACES)
+        place = place and f" + ¦{place}¦ * ¦{rng.choice(WEIGHTS)}"
+        source += WORTH.format(terms=terms, lines=pick(rng, LINE_VALUES), place=place)
+    if searches & {"best", "expected"}:
+        source += BEST.format(dead=rng.choice(DEAD))
+    if "expected" in searches:
+        source += EXPECTED.format(cells=rng.choice(CELLS), pooled=pick(rng, POOLED))
+    return source
+
+
+def marked_strategy(rng: random.Random, keys: str) -> str:
+    """A random strategy with ¦ between its choices; `keys` are those for up, down, left and right.
+
+    It chooses its key in one or two of the KINDS; a test of the board decides between two.
+    """
+    kinds = [pick(rng, KINDS) for _ in range(pick(rng, RULES))]
+    kinds = [pick(rng, SEARCHES) if kind == "search" else kind for kind in kinds]
+    choices = [key_expression(rng, kind, keys) for kind in kinds]
+    body = f"¦    return {choices[-1]}\n"
+    if len(choices) == 2:
+        body = f"¦    if {rng.choice(STATES)} > ¦{1 << rng.randrange(7)}¦:\n        return {choices[0]}\n{body}"
+    before = "    flat = sum(board, [])\n" if "flat" in body else ""
+    before += "    turns.append(0)\n" if "turns" in kinds else ""
+    above = helpers(rng, kinds, keys)
+    before += AFTER if above else ""
+    imports = "import random\n" if "random." in body else ""
+    counter = ", turns=[]" if "turns" in kinds else ""
+    gap = "\n" if imports or above else ""
+    return f"{imports}{above}¦{gap}def strategy(board{counter}):\n{before}{body}"
+
+
+def strategy(rng: random.Random, keys: str) -> str:
+    """The source of a random strategy."""
+    return marked_strategy(rng, keys).replace("¦", "")
