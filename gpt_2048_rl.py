@@ -1620,11 +1620,11 @@ def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], confi
 
     texts: list[str] = []
     model.eval()
-    with torch.random.fork_rng(), torch.no_grad():  # training keeps its own random numbers
+    bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
+    with torch.random.fork_rng(), torch.no_grad(), bf16:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
         while len(texts) < len(prompts):
-            rows = prompts[len(texts) : len(texts) + config.eval_batch_size]
-            chats = [[{"role": "user", "content": prompt}] for prompt in rows]
+            chats = [[{"role": "user", "content": asked}] for asked in prompts[len(texts) :][: config.eval_batch_size]]
             batch = tokenizer.apply_chat_template(
                 chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
                 tokenizer_kwargs={"padding_side": "left"}, **template_arguments(config.reasoning),
