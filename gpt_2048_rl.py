@@ -62,7 +62,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 try:
-    from toolkit import UsageError
+    from toolkit import UsageError, archive, objectives
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints, board_key
 
@@ -168,8 +168,7 @@ class GameBoard:
         self._rows = itemgetter(*(slice(i * size, (i + 1) * size) for i in range(size)))  # every row in one C call
         self._columns = itemgetter(*(slice(i, None, size) for i in range(size)))
         self._exponent = target.bit_length() - 1
-        self._score, self._state = 0, "ongoing"
-        self._flat = bytes(size * size)
+        self._score, self._state, self._flat = 0, "ongoing", bytes(size * size)
         self._spawn()
         self._spawn()
         if max(self._flat) >= self._exponent:
@@ -215,8 +214,7 @@ class GameBoard:
         if moved == flat:
             return False
         self._flat = moved
-        empty = self._spawn()
-        gain = sum(gains)
+        empty, gain = self._spawn(), sum(gains)
         self._score += gain
         if (gain >= self.target or self.target <= 4) and max(self._flat) >= self._exponent:
             self._state = "success"
@@ -462,8 +460,7 @@ _WAYS_OUT = frozenset(f"__{name}__" for name in (
 
 
 def find_cheating(source: str) -> str:
-    """Why a source counts as cheating, or "".  It shapes a reward and protects nothing: that is the jail's job.  Raises
-    nothing.  Source that does not parse is not cheating."""
+    """Why a source counts as cheating, or "", also if it does not parse.  It shapes a reward; the jail protects."""
     tree = parse(source)
     nodes = list(ast.walk(tree)) if tree else []  # iterative, so long code cannot exhaust the stack
     for node in nodes:
@@ -599,8 +596,7 @@ def die_with(parent: int) -> None:
 
 class Jail:
     """An irreversible jail for the calling process: another user, no capabilities, no new privileges, seccomp.  Created
-    in the zygote, where files can still be read; entered in each player.  Linux on x86-64 and aarch64.  Raises
-    JailError where this machine has no filter for it."""
+    in the zygote, where files can still be read; entered in each player.  JailError where it has no filter."""
 
     def __init__(self) -> None:
         machine = os.uname().machine
@@ -709,8 +705,7 @@ _NOT_A_KEY, _RAISED = 254, 255
 
 
 def _answer(strategy: Callable[[object], object], size: int, keys: str, channel: int) -> None:
-    """Answer each message (a token, then the exponents of a board) with the token and a direction, until the end.  A
-    note follows a number that is no direction."""
+    """Answer messages (a token, a board's exponents) with the token and a direction, or a larger number and a note."""
     table, tile = key_table(keys), _TILES.__getitem__
     rows = itemgetter(*(slice(start, start + size) for start in range(0, size * size, size)))
     read, write = os.read, os.write
@@ -1083,8 +1078,7 @@ class _Worker:
 
     def judge(self, job: Job) -> Verdict:
         """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
-        die over the job, which is then given to the next worker.  If none starts, it is tried again for a minute,
-        because memory may be short; then raises as check()."""
+        die over the job: the next one gets it.  If none starts in a minute (memory is short), raises as check()."""
         line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
         failure, begun = JailError("workers die at once"), False
         with self._turn:
@@ -1252,9 +1246,8 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
-    """The reward of one game; `flat` is the published scheme, in which every loser gets the same.  A game that the
-    program breaks off (STOPPED) is graded too, always below a lost game with the same tile: from -1 or -3 without a
-    tile above 4 up to the reward of losing at the target."""
+    """The reward of one game; with `flat`, the published scheme, every loser gets the same.  A game that the program
+    breaks off (STOPPED) is always worth less than one lost with the same tile: from -1 or -3 (no tile above 4) on."""
     reached, wanted = math.log2(result.max_tile), math.log2(target)
     most = LOST + LOST_PROGRESS
     match result.outcome:
@@ -1380,7 +1373,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_new_tokens or REASONING[self.reasoning]
-        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + self.max_new_tokens)
+        answers = 2 if getattr(self, "archive", 0) else 1  # an example takes as many tokens as an answer
+        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + answers * self.max_new_tokens)
 
 
 @dataclass(kw_only=True)
@@ -1413,6 +1407,9 @@ class GRPOOptions:
     warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak; below 1 a share of all steps
     weight_decay: Annotated[float, (0.0, 1.0)] = 0.001
     max_grad_norm: Annotated[float, (0.0, 1e6)] = 1.0  # gradients are clipped to this norm
+    objective: Literal["mean", "entropic", "max_at_k"] = "mean"  # of a group: its mean reward, or one for its best
+    max_at: Annotated[int, (2, 1024)] = 8  # k of max_at_k
+    archive: Annotated[int, (0, 1000)] = 0  # best programs so far, of which each prompt shows one; 0: none
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"  # TRL's loss_type
     scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
     epsilon: Annotated[float, (0.0, 1.0)] = 0.2  # clip range of the probability ratio
@@ -1510,8 +1507,8 @@ def check_config(config: Any) -> None:
         for low, high in getattr(hint, "__metadata__", ()):
             if not low <= (value := getattr(config, name)) <= high:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
-    usual = {"watch": False, "json": False, "resume": False, "recipe": "stable", "loader": "unsloth", "vllm_server": ""}
-    needs = [f"--{name.replace('_', '-')}" for name in usual if getattr(config, name, usual[name]) != usual[name]]
+    kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "vllm_server", "objective", "archive")
+    needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
     needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
@@ -1555,8 +1552,7 @@ def open_channel(tokenizer: Any, reasoning: str) -> None:
 
 
 def template_arguments(reasoning: str) -> dict[str, Any]:
-    """Arguments of the chat template.  Templates ignore what they do not know.  The effort is always named, because
-    gpt-oss's template would say "medium" otherwise."""
+    """Arguments of the chat template, which ignores what it does not know.  Unnamed, gpt-oss's effort is medium."""
     return {"reasoning_effort": "low" if reasoning == "none" else reasoning, "enable_thinking": reasoning != "none"}
 
 
@@ -1573,8 +1569,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     import torch
     from safetensors import SafetensorError
 
-    gpu = torch.cuda.is_available()
-    if not gpu:  # there are no 4-bit kernels
+    if not (gpu := torch.cuda.is_available()):  # there are no 4-bit kernels
         load = {"load_in_4bit": False, "use_gradient_checkpointing": False}
     dtype = None if gpu else torch.float32
     try:
@@ -1688,38 +1683,38 @@ class Evaluator:
 # Training
 
 
-def training_row(config: TrainConfig, group: int, stage: Stage) -> dict[str, Any]:
+def training_row(config: TrainConfig, group: int, stage: Stage, example: str) -> dict[str, Any]:
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
-    prompt = build_prompt(*stage, config.keys, wording=group % config.wordings)
+    prompt = build_prompt(*stage, config.keys, wording=group % config.wordings) + example
     same = {name: getattr(config, name) for name in ("keys", "timeout", "flat_reward", "max_new_tokens")}
     return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
             **stage._asdict(), "reasons": config.reasoning != "none", **same}  # fmt: skip
 
 
-def training_set(config: TrainConfig, ladder: Ladder) -> Any:
+def training_set(config: TrainConfig, ladder: Ladder, best: archive.Archive | None = None) -> Any:
     """A datasets.Dataset with one row per group.  Rows are made on demand, at the stage of their step."""
     from datasets import Dataset
 
     groups = RANKS * config.batch_size * config.accumulation // config.generations  # per step
+    example = best.example if best else lambda step, group: ""
 
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        made = [training_row(config, group, ladder.at(group // groups)) for group in batch["group"]]
+        made = [training_row(config, n, ladder.at(n // groups), example(n // groups, n)) for n in batch["group"]]
         return {name: [row[name] for row in made] for name in made[0]}
 
     return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
 
 
 class Rollouts:
-    """Every step's judged completions, a line each in rollouts.jsonl.  The ladder follows from them."""
+    """Every step's judged completions, a line each in rollouts.jsonl.  Ladder and archive follow from them."""
 
-    def __init__(self, file: Path, config: TrainConfig, ladder: Ladder) -> None:
-        self._file, self._group, self._ladder = file, config.generations, ladder
+    def __init__(self, file: Path, config: TrainConfig, ladder: Ladder, best: archive.Archive | None = None) -> None:
+        self._file, self._group, self._ladder, self._best = file, config.generations, ladder, best
         self.last: dict[str, Any] = {"step": 0}  # the last step's line
         self.flat: list[bool] = []  # for each group of the last step: does it have no gradient?
 
     def record(self, completions: Sequence[Any], rewards: torch.Tensor, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Write down a step: this rank's completions, and the rewards of all ranks (completions, reward functions + 1).
-        The last column of `rewards` is their weighted sum."""
+        """Write down a step: this rank's completions, and all ranks' rewards with their weighted sum (B, R + 1)."""
         from accelerate.utils import gather_object
 
         rows = [{"text": completion_text(completion), **dataclasses.asdict(verdict)}
@@ -1740,6 +1735,8 @@ class Rollouts:
             games = [game for completion in completions[i : i + self._group] for game in completion["results"]]
             won = statistics.fmean(game["outcome"] == "success" for game in games)
             self._ladder.record(row["step"] - 1, Stage(row["size"], row["target"]), won)
+        if self._best:
+            self._best.add(row)
 
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
@@ -1797,6 +1794,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             self.observe(batch)
+            if config.objective != "mean":
+                batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             if not config.skip_flat_groups:
                 return batch
             return without_flat_groups(batch, rollouts.flat, by_token=self.loss_type in ("dapo", "bnpo"))
@@ -1845,8 +1844,9 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
     observed; without the toolkit there is nothing to resume and to observe, so None."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
-    rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
-    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder))
+    best = None if ALONE else archive.Archive(config, tokenizer)
+    rollouts = Rollouts(run / "rollouts.jsonl", config, ladder, best)
+    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder, best))
     progress = weights = None
     if ALONE:
         trainer.train()

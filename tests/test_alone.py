@@ -39,6 +39,8 @@ def test_a_copy_plays(copy: Path) -> None:
         ["--model", "tiny"],
         ["--model", "a", "--resume"],
         ["--model", "a", "--loader", "transformers"],
+        ["--model", "a", "--objective", "entropic"],
+        ["--model", "a", "--archive", "4"],
         ["play", "a.py", "--watch"],
     ],
 )

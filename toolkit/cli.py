@@ -100,6 +100,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         config.output_dir, config.run_name = default.output_dir, default.run_name
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
+    if config.recipe == "published" and config.objective != "mean":
+        raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
     if config.loader == "unsloth" and (config.vllm_server or SHARDED):
         raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
                          "Unsloth keeps the whole model in one process")  # fmt: skip
