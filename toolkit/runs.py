@@ -569,8 +569,10 @@ def read_run(folder: Path) -> Run:
     for file in (folder / "best_strategy.py", folder / "best_of_n.py"):
         with naming(file):
             sources.append(file.read_text(encoding="utf-8") if file.is_file() else "")
+    best, best_of_n = sources
     return Run(folder.resolve().name, config, result, scores, read_curves(folder),
-               read_rollouts(folder / "rollouts.jsonl"), *sources, read_game(folder / "best_game.json"))  # fmt: skip
+               read_rollouts(folder / "rollouts.jsonl"), best, best_of_n,
+               read_game(folder / "best_game.json"))  # fmt: skip
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
