@@ -139,7 +139,7 @@ def conclude(
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     say(f"playing {config.games} held-out boards of each stage with the trained model")
     after = evaluate_model(progress.evaluators, model, tokenizer)
-    count = progress.judged if config.best_of < 0 else config.best_of
+    count = progress.result()["judged"] if config.best_of < 0 else config.best_of
     if count:
         say(f"sampling {count} programs from the untrained model")
     untrained = untrained_programs(evaluator, model, tokenizer, count)

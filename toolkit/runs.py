@@ -565,13 +565,12 @@ def read_run(folder: Path) -> Run:
         raise UsageError(f"{folder} is no run of this version: it has no config.json of one")
     with naming(folder / "result.json"):
         scores = read_scores(result)
-    sources = []
-    for file in (folder / "best_strategy.py", folder / "best_of_n.py"):
-        with naming(file):
-            sources.append(file.read_text(encoding="utf-8") if file.is_file() else "")
-    best, best_of_n = sources
+    sources = {}
+    for name in ("best_strategy.py", "best_of_n.py"):
+        with naming(file := folder / name):
+            sources[name] = file.read_text(encoding="utf-8") if file.is_file() else ""
     return Run(folder.resolve().name, config, result, scores, read_curves(folder),
-               read_rollouts(folder / "rollouts.jsonl"), best, best_of_n,
+               read_rollouts(folder / "rollouts.jsonl"), sources["best_strategy.py"], sources["best_of_n.py"],
                read_game(folder / "best_game.json"))  # fmt: skip
 
 

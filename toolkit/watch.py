@@ -409,6 +409,17 @@ class WatchedRollouts(Protocol):
     def add(self, row: dict[str, Any]) -> None: ...
 
 
+def ends_best(levels: Sequence[tuple[str, float]], every: int) -> bool:
+    """Whether tiles at the last stage were larger before the last checkpoint than before any other.
+
+    `levels` are each step's stage and mean log2 of the largest tiles; there is a checkpoint `every` so many steps.
+    """
+    parts = (levels[i : i + every] for i in range(0, len(levels), every))
+    means = [statistics.fmean(found) for part in parts
+             if (found := [level for stage, level in part if stage == levels[-1][0]])]  # fmt: skip
+    return means[-1] >= max(means)
+
+
 def callback(progress: Any) -> Any:
     """A TrainerCallback that calls a Progress."""
     from transformers import TrainerCallback
@@ -441,11 +452,9 @@ class Progress:
         self, trainer: Any, rollouts: WatchedRollouts, evaluators: Mapping[str, Evaluator], run: Path, console: Console,
         evaluate: Callable[[], dict[str, runs.Score]],
     ) -> None:  # fmt: skip
-        """`evaluators` are those of the held-out stages, the result first; `evaluate` plays their boards with the
-        model."""
+        """`evaluators` are those of the held-out stages, the result first; `evaluate` plays their boards."""
         self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
-        self.evaluators, self.run = evaluators, run
-        self.evaluator = next(iter(evaluators.values()))
+        self.evaluators, self.evaluator, self.run = evaluators, next(iter(evaluators.values())), run
         self._config: WatchedConfig = self.evaluator.config
         self._random_won = cache(lambda size, target: random_moves_win(self.evaluator.at(size, target)))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
@@ -458,17 +467,13 @@ class Progress:
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self.before: dict[str, runs.Score]  # of the untrained model, by stage
-        trainer.curves, trainer.observe, trainer.is_best = self._curves, self._measure, self._is_best
+        trainer.curves, trainer.observe = self._curves, self._measure
+        trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
 
     @property
     def steps(self) -> int:
         """Steps done."""
         return int(self._trainer.state.global_step)
-
-    @property
-    def judged(self) -> int:
-        """Programs judged in training."""
-        return self.steps * len(self._rollouts.last["completions"])
 
     @property
     def collapsed(self) -> bool:
@@ -505,8 +510,10 @@ class Progress:
         """What result.json says of the training."""
         assert self._summary
         distinct, flat = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
-        return {"steps": self.steps, "minutes": round(self._spent / 60, 2), "stage": self._summary.stage,
-                "distinct": round(distinct, 4), "zero_spread": round(flat, 4), "collapsed": self.collapsed}  # fmt: skip
+        judged = self.steps * len(self._rollouts.last["completions"])
+        return {"steps": self.steps, "judged": judged, "minutes": round(self._spent / 60, 2),
+                "stage": self._summary.stage, "distinct": round(distinct, 4), "zero_spread": round(flat, 4),
+                "collapsed": self.collapsed}  # fmt: skip
 
     def begin(self) -> None:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
@@ -585,11 +592,3 @@ class Progress:
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
         over = config.minutes > 0 and self._spent > 60 * config.minutes
         return self._watcher.collapsed or by_first_rank(lambda: over)
-
-    def _is_best(self) -> bool:
-        """Whether tiles at the last stage were larger before this checkpoint than before any other."""
-        every, last = self._config.save_steps, self._levels[-1][0]
-        parts = (self._levels[i : i + every] for i in range(0, len(self._levels), every))
-        levels = ([level for stage, level in part if stage == last] for part in parts)
-        means = [statistics.fmean(part) for part in levels if part]
-        return means[-1] >= max(means)
