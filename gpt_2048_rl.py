@@ -1355,8 +1355,8 @@ class GameOptions:
 class HeldOutOptions:
     """Held-out games."""
 
-    held_out: tuple[str, ...] = ("4:2048", "6:2048")  # boards and the tiles to make on them; the first is the result
-    games: Annotated[int, (1, 10**4)] = 256  # held-out boards of each; a model samples one program for each
+    held_out: tuple[str, ...] = ("4:2048", "6:2048")  # SIZE:TARGET stages; the first one is the result
+    games: Annotated[int, (1, 10**4)] = 256  # boards, of later stages a quarter; a model writes a program for each
 
 
 @dataclass(kw_only=True)
@@ -1418,7 +1418,7 @@ class GRPOOptions:
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
-    ladder: tuple[str, ...] = ("6:2048", "5:2048", "4:256", "4:512", "4:1024", "4:2048", "4:4096")  # SIZE:TARGET stages
+    ladder: tuple[str, ...] = ("6:2048", "4:256", "4:512", "4:1024", "4:2048", "4:4096")  # SIZE:TARGET stages, in order
     curriculum: bool = True  # begin the ladder's next stage once one is solved; after the last one the target doubles
     curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.4  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 2  # groups over which that share is taken
@@ -1648,7 +1648,8 @@ class Evaluator:
 
     def __init__(self, config: AnyConfig, size: int, target: int, goal: int = TO_THE_END) -> None:
         self.config, self.size, self.target, self.goal, self.keys = config, size, target, goal, LAYOUTS[config.keys]
-        self.held_out, self.at = board_seeds(config.games, held_out=True), partial(Evaluator, config)
+        games = config.games if goal == TO_THE_END else -(-config.games // 4)
+        self.held_out, self.at = board_seeds(games, held_out=True), partial(Evaluator, config)
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
         """Seeds of other boards, for one purpose of this run."""
@@ -1660,8 +1661,7 @@ class Evaluator:
 
     def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False) -> list[list[GameResult]]:
         """Every program's games on some boards."""
-        c = self.config
-        return execute_strategies(sources, seeds, self.size, self.goal, c.keys, c.timeout, record)
+        return execute_strategies(sources, seeds, self.size, self.goal, self.config.keys, self.config.timeout, record)
 
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]:
         """Answers to this stage's prompt, its wordings in turn.  Rank 0 samples.  With FSDP all ranks sample together,

@@ -137,7 +137,7 @@ def conclude(
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.collapsed:
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
-    say(f"playing {config.games} held-out boards of each stage with the trained model")
+    say(f"playing {config.games} held-out boards with the trained model")
     after = evaluate_model(progress.evaluators, model, tokenizer)
     count = progress.result()["judged"] if config.best_of < 0 else config.best_of
     if count:

@@ -519,7 +519,7 @@ class Progress:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
         file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
-            self._view.say(f"playing {self._config.games} held-out boards of each stage with the untrained model")
+            self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
             before = {stage: asdict(score) for stage, score in self._evaluate().items()}
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
