@@ -312,7 +312,7 @@ def test_prompt_asks_for_one_short_native_function_in_a_fence() -> None:
     """The rules stand in every wording's prompt."""
     for wording in range(len(program.WORDINGS)):
         prompt = program.build_prompt(wording=wording)
-        rules = ("native Python only", "inside `strategy`", "one short function", "```python\ndef strategy(board):")
+        rules = ("native Python only", "any board size", "one short function", "```python\ndef strategy(board):")
         assert [rule for rule in rules if rule not in prompt] == []
 
 

@@ -540,17 +540,17 @@ def test_a_comparison_needs_two_runs_and_a_place(folder: Path, other: Path, caps
 
 def test_the_result_is_there_for_each_board(trained: Run) -> None:
     """In the order of the boards, under names that say nothing of their seeds.  Games of the first stage go on to their
-    end, those of the second end at its target."""
+    end; the second has a quarter of the boards, and its games end at its target."""
     result = json.loads((trained.folder / "result.json").read_text())["scores"]
     seeds = program.board_seeds(4, held_out=True)
     source = controls(program.LAYOUTS["bepo"])["greedy"]
-    for stage, size, target, goal in (("3x3", 3, 64, program.TO_THE_END), ("4x4", 4, 16, 16)):
-        played = program.execute_strategies([source], seeds, size, goal)[0]
+    for stage, size, target, goal, games in (("3x3", 3, 64, program.TO_THE_END, 4), ("4x4", 4, 16, 16, 1)):
+        played = program.execute_strategies([source], seeds[:games], size, goal)[0]
         assert result[stage]["controls"]["greedy"]["tiles"] == [game.max_tile for game in played]
-        assert len(set(result[stage]["boards"])) == 4
+        assert len(set(result[stage]["boards"])) == games
         scores = [result[stage][name] for name in ("before", "after", "best")]
         for score in (*scores, *result[stage]["controls"].values()):
-            assert sum(tile >= target for tile in score["tiles"]) / 4 == score["won"]
+            assert sum(tile >= target for tile in score["tiles"]) / games == score["won"]
     assert not any(str(seed) in (trained.folder / "best_game.json").read_text() for seed in seeds)
 
 
