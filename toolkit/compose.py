@@ -36,26 +36,27 @@ def expected(board):
     boards = boards[:: len(boards) // ¦{cells}¦ + 1]
     return ¦{pooled}¦
 """
-TERMS = (
-    "row.count(0)",
-    "sum(a == b > 0 for a, b in pairs)",
-    "len(set(row))",
-    "max(ranks)",
-    "sum(ranks)",
-    "sum(a * a for a in ranks)",
-    "sum(x * x for x in row)",
-    "sum(abs(a - b) for a, b in pairs)",
-    "sum(abs(x - y) for x, y in zip(row, row[1:]))",
-    "sum(abs(a - b) == 1 for a, b in pairs)",
-    "min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))",
-    "min(sum(a**2 - b**2 for a, b in pairs if a > b), sum(b**2 - a**2 for a, b in pairs if a < b))",
-    "min(sum(a**4 - b**4 for a, b in pairs if a > b), sum(b**4 - a**4 for a, b in pairs if a < b))",
-    "ranks[0]",
-    "ranks[-1]",
-    "(ranks == sorted(ranks))",
-    "(max(ranks) in (ranks[0], ranks[-1]))",
-)
-WEIGHTS = tuple(sign * weight for sign in (1, -1) for weight in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000))
+TERMS = {  # of a row, with the sign of a weight that makes sense
+    "row.count(0)": 1,
+    "sum(a == b > 0 for a, b in pairs)": 1,
+    "len(set(row))": -1,
+    "max(ranks)": 1,
+    "sum(ranks)": -1,
+    "sum(a * a for a in ranks)": -1,
+    "sum(x * x for x in row)": 1,
+    "sum(abs(a - b) for a, b in pairs)": -1,
+    "sum(abs(x - y) for x, y in zip(row, row[1:]))": -1,
+    "sum(abs(a - b) == 1 for a, b in pairs)": 1,
+    "min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))": -1,
+    "min(sum(a**2 - b**2 for a, b in pairs if a > b), sum(b**2 - a**2 for a, b in pairs if a < b))": -1,
+    "min(sum(a**4 - b**4 for a, b in pairs if a > b), sum(b**4 - a**4 for a, b in pairs if a < b))": -1,
+    "ranks[0]": 1,
+    "ranks[-1]": -1,
+    "(ranks == sorted(ranks))": 1,
+    "(max(ranks) in (ranks[0], ranks[-1]))": 1,
+}
+WEIGHTS = (1, 3, 10, 30, 100, 300)
+SIGNS = {1: 3, -1: 1}  # how often a weight has the sign that makes sense, or the other one
 STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-1][-1]", "sum(board[0])",
           "sum(board[-1])", "sum(r[0] for r in board)", "sum(r == sorted(r) for r in board)")  # fmt: skip
 
@@ -63,7 +64,7 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 45}
 SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
 RULES = {1: 4, 2: 1}
-TERM_COUNTS = {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}
+TERM_COUNTS = {1: 1, 2: 2, 3: 2, 4: 1}
 LINE_VALUES = {"sum(map(worth, board)) + sum(map(worth, zip(*board)))": 3, "sum(map(worth, board))": 1,
                "sum(map(worth, zip(*board)))": 1}  # fmt: skip
 PLACES = {"": 6, "board[0][0]": 1, "board[-1][-1]": 1, "sum(board[0])": 1}
@@ -77,9 +78,15 @@ def pick(rng: random.Random, table: Mapping[Any, int]) -> Any:
     return rng.choices(list(table), list(table.values()))[0]
 
 
+def weight(rng: random.Random) -> int:
+    """A weight, more often positive."""
+    return int(pick(rng, SIGNS)) * rng.choice(WEIGHTS)
+
+
 def weighted_sum(rng: random.Random, count: int) -> str:
     """An expression: the sum of `count` TERMS of a row, each with a weight."""
-    return "¦ + ¦".join(f"{term}¦ * ¦{rng.choice(WEIGHTS)}" for term in rng.sample(TERMS, count))
+    terms = rng.sample(list(TERMS), count)
+    return "¦ + ¦".join(f"{term}¦ * ¦{TERMS[term] * weight(rng)}" for term in terms)
 
 
 def some_keys(rng: random.Random, keys: str, count: int) -> str:
@@ -108,7 +115,7 @@ def helpers(rng: random.Random, kinds: Sequence[str], keys: str) -> str:
         source += moves_source((f"¦{key}¦" for key in keys), rng.sample(range(4), 4)) + "¦"
     if searches:
         terms, place = weighted_sum(rng, pick(rng, TERM_COUNTS)), pick(rng, PLACES)
-        place = place and f" + ¦{place}¦ * ¦{rng.choice(WEIGHTS)}"
+        place = place and f" + ¦{place}¦ * ¦{weight(rng)}"
         source += WORTH.format(terms=terms, lines=pick(rng, LINE_VALUES), place=place)
     if searches & {"best", "expected"}:
         source += BEST.format(dead=rng.choice(DEAD))

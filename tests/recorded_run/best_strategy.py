@@ -17,25 +17,25 @@ def moves(board):
     after = {
         "a": tuple(map(slide, board)),
         "i": tuple(map(back, board)),
-        "u": tuple(zip(*map(back, columns))),
         "é": tuple(zip(*map(slide, columns))),
+        "u": tuple(zip(*map(back, columns))),
     }
     return {key: b for key, b in after.items() if b != board}
 @cache
 def worth(row):
     ranks = [x.bit_length() for x in row]
     pairs = list(zip(ranks, ranks[1:]))
-    return  - 100 * (ranks == sorted(ranks)) - 200 * ranks[-1] - 500 * len(set(row))
+    return sum(x * x for x in row) * 200
 def value(board):
-    return sum(map(worth, zip(*board))) + 200 * board[0][0]
+    return sum(map(worth, board)) + sum(map(worth, zip(*board)))
 def best(board):
-    return max(map(value, moves(board).values()), default=-100)
+    return max(map(value, moves(board).values()), default=-10)
 def expected(board):
     boards = [
         board[:i] + (row[:j] + (2,) + row[j + 1 :],) + board[i + 1 :]
         for i, row in enumerate(board) for j, x in enumerate(row) if not x
     ]
-    boards = boards[:: len(boards) // 4 + 1]
+    boards = boards[:: len(boards) // 2 + 1]
     return sum(map(best, boards)) / len(boards)
 def strategy(board):
     after = moves(tuple(map(tuple, board)))
