@@ -1420,7 +1420,7 @@ class GRPOOptions:
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
     ladder: tuple[str, ...] = ("6:2048", "4:256", "4:512", "4:1024", "4:2048", "4:4096")  # SIZE:TARGET stages, in order
     curriculum: bool = True  # begin the ladder's next stage once one is solved; after the last one the target doubles
-    curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.4  # share of won games above which a stage is solved
+    curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.5  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 2  # groups over which that share is taken
 
 
@@ -1452,7 +1452,7 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 90, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
     "eval_batch_size": 256, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
