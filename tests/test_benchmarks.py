@@ -1,18 +1,159 @@
-"""The GPU benchmark: it runs on this machine, its figures are consistent, and its wheels can be carried along."""
+"""The benchmarks of learning, of the generator and of GPUs: their figures are consistent, and they run here."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import random
+import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from tests.helpers import ROOT
+import gpt_2048_rl as program
+from tests.helpers import HONEST, ROOT
 from tests.preloaded import run
+from tests.record_run import RECORDED, write_curves
+from toolkit import compose, runs
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning
+
+LEVELS = {"before": 0.0, "after": 0.5, "best": 0.8}  # share of won games of the runs made up here
+CONTROLS = {"random": 0.0, "rotation": 0.0, "greedy": 0.01, "expert": 0.6, "best_of_n": 0.3}
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("bench_learning")
+
+
+def made_up_run(folder: Path, **shares: float) -> None:
+    """A finished run of 100 boards whose players make 4096 in the first of their won games."""
+
+    def score(share: float) -> dict[str, Any]:
+        won = round(100 * share)
+        return asdict(runs.score([4096] * (won // 2) + [2048] * (won - won // 2) + [256] * (100 - won), 2048))
+
+    shutil.copytree(RECORDED, folder)
+    result = json.loads((folder / "result.json").read_text())
+    entry: dict[str, Any] = {"target": 2048, "boards": [f"board {i}" for i in range(100)]}
+    entry |= {name: score(share) for name, share in (LEVELS | shares).items()}
+    entry["controls"] = {name: score(share) for name, share in CONTROLS.items()}
+    easy = entry | {"after": score(1.0)}
+    result |= {"scores": {"4x4": entry, "6x6": easy}, "minutes": 8.0, "seconds": 700.0}
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "top_hundred.json").write_text(json.dumps(score(0.1)))
+    seconds, levels = ({n: start + slope * n for n in range(1, 7)} for start, slope in ((0.0, 20.0), (5.0, 1.0)))
+    write_curves(folder / "events.out.tfevents.0.recorded", {"seconds/spent": seconds, "games/level": levels})
+
+
+def measured(learning: ModuleType, folder: Path, *recipes: str, **shares: float) -> list[Any]:
+    """Two seeds of each recipe."""
+    found = []
+    for recipe in recipes:
+        for seed in (1, 2):
+            made_up_run(folder / f"{recipe}-{seed}", **shares)
+            found.append(learning.read(recipe, seed, folder / f"{recipe}-{seed}", set()))
+    return found
+
+
+def test_learning_meets_its_targets_only_in_every_seed(
+    learning: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = learning.Args(figure=tmp_path / "figure.svg")
+    good = measured(learning, tmp_path / "good", "stable", "published")
+    assert learning.conclude(args, good) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["met"]
+    assert len(told["runs"]) == 4
+    (weak, _) = measured(learning, tmp_path / "weak", "stable", best=0.3)
+    assert learning.conclude(args, [*good, weak]) == 1
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    missed = {target["text"] for target in told["targets"] if not target["met"]}
+    assert missed == {"best >= 75.0%", "best above expert > +0.0%", "p, best against best of N < 0.01"}
+
+
+def test_learning_has_a_row_for_each_seed_and_the_median(learning: ModuleType, tmp_path: Path) -> None:
+    table, *_ = learning.tables(measured(learning, tmp_path, "stable"))
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["seed"] == ["1", "2", "median"]
+    assert columns["after"] == ["50.0%", "50.0%", "50.0% (50.0% to 50.0%)"]
+    assert columns["best, 4096"][0] == "40.0%"
+    assert columns["top hundred"][0] == "10.0%"
+
+
+def test_the_picture_has_a_curve_for_each_run_on_4x4_and_a_dot_for_each_score(
+    learning: ModuleType, tmp_path: Path
+) -> None:
+    found = measured(learning, tmp_path, "stable", "published")
+    assert learning.curve(found[0]) == [(0.25, 6.0), (0.75, 7.0), (1.25, 8.5), (1.75, 10.0), (2.25, 11.0)]
+    picture = ElementTree.fromstring(learning.picture(found))
+    words = [element.text for element in picture if element.tag.endswith("text")]
+    assert words.count("50%") == 3  # the axis and two rows
+    assert {"published, after", "best program", "80%", "32", "2048"} <= set(words)
+    assert sum(element.tag.endswith("polyline") for element in picture) == 4
+    assert sum(element.tag.endswith("circle") for element in picture) == 2 * 9
+
+
+def test_variants_are_the_stable_recipe_with_further_options(learning: ModuleType) -> None:
+    args = learning.Args(recipes=("published",), variants=("easy=--ladder 4:256 --no-curriculum",))
+    assert learning.options(args) == {"stable": ["--recipe", "stable"], "published": ["--recipe", "published"],
+                                      "easy": ["--ladder", "4:256", "--no-curriculum"]}  # fmt: skip
+
+
+def test_the_top_hundred_play_the_held_out_boards_in_turn(
+    learning: ModuleType, pool: program.Pool, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    idle = "def strategy(board):\n    return 'x'"
+    (folder / "best_of_n.json").write_text(json.dumps([HONEST, idle]))
+    score = learning.play_hundred(folder)
+    assert [tile > 4 for tile in score.tiles] == [True, False, True, False]
+    (folder / "best_of_n.json").unlink()
+    assert learning.play_hundred(folder) == score  # from its file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The generator
+
+
+@pytest.mark.parametrize(("kinds", "rules"), [(("constant", "draw2"), 2), (("turns", "search"), 1), (("first",), 1)])
+def test_as_many_programs_are_counted_as_can_be_composed(
+    kinds: tuple[str, ...], rules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With small tables, where nearly all choices are soon drawn."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    generator = importlib.import_module("bench_generator")
+    small = {"KINDS": dict.fromkeys(kinds, 1), "RULES": {rules: 1}, "STATES": ("max(flat)",), "LIMITS": (1, 2),
+             "TERMS": {"max(ranks)": 1, "sum(ranks)": -1}, "TERM_COUNTS": {2: 1}, "WEIGHTS": (3,), "DEAD": (0,),
+             "PLACES": {"": 1}, "CELLS": (1, 2), "SEARCHES": {"value": 1, "expected": 2}, "SIGNS": {1: 1, -1: 1},
+             "LINE_VALUES": {"sum(map(worth, board))": 1}, "POOLED": {"max(map(best, boards))": 1}}  # fmt: skip
+    for name, table in small.items():
+        monkeypatch.setattr(compose, name, table)
+    rng = random.Random(1)
+    composed = {compose.strategy(rng, "éuai") for _ in range(20_000)}
+    assert len(composed) == sum(count for _, count in generator.texts())
+
+
+@pytest.mark.long
+def test_the_generator_is_measured() -> None:
+    done = run("--count", 20, "--games", 4, "--seconds", 5, script=ROOT / "benchmarks" / "bench_generator.py")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["composed"]["games"], told["best"]["games"], told["race"]["candidates"]) == (20, 4, 20)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPUs
 
 
 @pytest.mark.long

@@ -64,6 +64,9 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 45}
 SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
 RULES = {1: 4, 2: 1}
+LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
+KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has
+FACTORS = (1, 2, 3, 5)  # of the state that chooses among them
 TERM_COUNTS = {1: 1, 2: 2, 3: 2, 4: 1}
 LINE_VALUES = {"sum(map(worth, board)) + sum(map(worth, zip(*board)))": 3, "sum(map(worth, board))": 1,
                "sum(map(worth, zip(*board)))": 1}  # fmt: skip
@@ -102,8 +105,8 @@ def key_expression(rng: random.Random, kind: str, keys: str) -> str:
         return rng.choice(("[*after][0]", "[*after][0]", "[*after][-1]"))
     if kind in SEARCHES:
         return f"max(after, key=lambda key: {kind}(after[key]))"
-    count = int(kind[-1]) if kind.startswith("draw") else rng.choice((2, 3, 4))
-    index = {"cycle": f"{rng.choice((1, 2, 3, 5))}¦ * {rng.choice(STATES)}¦ % {count}",
+    count = int(kind[-1]) if kind.startswith("draw") else rng.choice(KEY_COUNTS)
+    index = {"cycle": f"{rng.choice(FACTORS)}¦ * {rng.choice(STATES)}¦ % {count}",
              "turns": f"len(turns) % {count}"}.get(kind, f"random.randrange({count})")  # fmt: skip
     return f'"¦{some_keys(rng, keys, count)}¦"[¦{index}]'
 
@@ -134,7 +137,7 @@ def marked_strategy(rng: random.Random, keys: str) -> str:
     choices = [key_expression(rng, kind, keys) for kind in kinds]
     body = f"¦    return {choices[-1]}\n"
     if len(choices) == 2:
-        body = f"¦    if {rng.choice(STATES)} > ¦{1 << rng.randrange(7)}¦:\n        return {choices[0]}\n{body}"
+        body = f"¦    if {rng.choice(STATES)} > ¦{rng.choice(LIMITS)}¦:\n        return {choices[0]}\n{body}"
     before = "    flat = sum(board, [])\n" if "flat" in body else ""
     before += "    turns.append(0)\n" if "turns" in kinds else ""
     above = helpers(rng, kinds, keys)

@@ -125,6 +125,12 @@ class WarmStartConfig:
 DEFAULT_CONFIG = WarmStartConfig()
 
 
+def corpus(rng: random.Random, task: Task, config: WarmStartConfig) -> tuple[list[str], list[str]]:
+    """Prompts and marked programs for the tokenizer.  The model's own conversations are drawn after them."""
+    prompts = [conversation(rng, task)[0]["content"] for _ in range(config.corpus // 8)]
+    return prompts, [compose.marked_strategy(rng, task.keys) for _ in range(config.corpus)]
+
+
 def untrained_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> GptOssForCausalLM:
     """The model with random weights."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -163,9 +169,7 @@ def train_model(
 
     torch.set_num_threads(1)  # the model is so small that a second thread costs more than it gains
     rng = random.Random(seed)
-    prompts = [conversation(rng, task)[0]["content"] for _ in range(config.corpus // 8)]
-    programs = [compose.marked_strategy(rng, task.keys) for _ in range(config.corpus)]
-    tokenizer = train_tokenizer(prompts, programs, task.alphabet, config.vocab)
+    tokenizer = train_tokenizer(*corpus(rng, task, config), task.alphabet, config.vocab)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = untrained_model(config, tokenizer).float()
