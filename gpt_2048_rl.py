@@ -1454,7 +1454,7 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
-    "eval_batch_size": 256, "best_of": -1}  # fmt: skip
+    "max_new_tokens": 96, "eval_batch_size": 256, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
