@@ -117,7 +117,7 @@ def play_hundred(folder: Path) -> runs.Score:
 def warm_start_programs() -> set[str | None]:
     """The source of every program in the embedded model's warm start."""
     config, task, rng = tiny.DEFAULT_CONFIG, program.tiny_task(), random.Random(tiny.SEED)
-    tiny.corpus(rng, task, config)
+    tiny.draw_corpus(rng, task, config)
     answers = {tiny.conversation(rng, task)[1]["content"] for _ in range(config.steps * config.batch)}
     return {program.extract_function(answer) for answer in answers}
 

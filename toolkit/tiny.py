@@ -51,11 +51,23 @@ class Task:
         return "".join(self.layouts.values())
 
 
+def random_prompt(rng: random.Random, task: Task, garbled: float) -> str:
+    """A prompt of the task.  A share of them is `garbled`: words in random order, a third of them with their letters.
+
+    Otherwise the model would know its sentences only, and write nonsense in answer to a new one.
+    """
+    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(7, 16), wording=rng.randrange(task.wordings))
+    wording, line, rules = prompt.partition("\n")
+    if rng.random() < garbled:
+        words = ["".join(rng.sample(word, len(word))) if rng.random() < 1 / 3 else word for word in wording.split(" ")]
+        wording = " ".join(rng.sample(words, len(words)))
+    return wording + line + rules
+
+
 def conversation(rng: random.Random, task: Task) -> list[dict[str, str]]:
     """One training example: a random prompt of the task, answered with a composed strategy."""
-    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(7, 16), wording=rng.randrange(task.wordings))
     answer = f"```python\n{compose.strategy(rng, task.keys)}```"
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": random_prompt(rng, task, 0.5)}, {"role": "assistant", "content": answer}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,9 +137,9 @@ class WarmStartConfig:
 DEFAULT_CONFIG = WarmStartConfig()
 
 
-def corpus(rng: random.Random, task: Task, config: WarmStartConfig) -> tuple[list[str], list[str]]:
+def draw_corpus(rng: random.Random, task: Task, config: WarmStartConfig) -> tuple[list[str], list[str]]:
     """Prompts and marked programs for the tokenizer.  The model's own conversations are drawn after them."""
-    prompts = [conversation(rng, task)[0]["content"] for _ in range(config.corpus // 8)]
+    prompts = [random_prompt(rng, task, 1.0) for _ in range(config.corpus // 8)]
     return prompts, [compose.marked_strategy(rng, task.keys) for _ in range(config.corpus)]
 
 
@@ -169,7 +181,7 @@ def train_model(
 
     torch.set_num_threads(1)  # the model is so small that a second thread costs more than it gains
     rng = random.Random(seed)
-    tokenizer = train_tokenizer(*corpus(rng, task, config), task.alphabet, config.vocab)
+    tokenizer = train_tokenizer(*draw_corpus(rng, task, config), task.alphabet, config.vocab)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = untrained_model(config, tokenizer).float()
