@@ -127,7 +127,7 @@ class WarmStartConfig:
     experts_per_token: int = 2
     vocab: int = 1024
     init: float = 0.06  # standard deviation of the initial weights; gpt-oss's 0.02 is too small for this width
-    corpus: int = 3000  # conversations for the tokenizer
+    corpus: int = 3000  # programs for the tokenizer, and an eighth as many prompts
     steps: int = 320  # of the warm start, each with new conversations
     batch: int = 48  # answers per step, all to the same prompt
     lr: float = 3e-3
