@@ -37,7 +37,6 @@ import gc
 import hashlib
 import io
 import json
-import math
 import os
 import random
 import re
@@ -1060,12 +1059,13 @@ class _Worker:
         if self._closed:  # by another thread, at this moment
             self._process.kill()
 
-    def check(self) -> None:
+    def check(self, priority: int = 0) -> None:
         """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong."""
         line = self._exchange("", LIMITS.start_seconds)
         if line is None or line["refusal"]:
             self._end()
             raise JailError(line["refusal"] if line else "a worker died at its start")
+        os.setpriority(os.PRIO_PGRP, self._process.pid, max(priority, os.nice(0)))  # with its zygote and its players
 
     def _exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
         """Send a line, if there is one, and read one; None when the worker dies over it or takes too long."""
@@ -1124,10 +1124,11 @@ class _Worker:
 
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
-    """Referee workers, by default one per core of this process's rank.  Safe to use from several threads.  A context
-    manager; close() leaves no process behind.  Raises JailError where the jail does not hold, unless not `jailed`."""
+    """Referee workers, by default one per core of this process's rank, at a `priority` as nice(1) has it.  Safe to use
+    from several threads.  A context manager; close() leaves no process behind.  Raises JailError where the jail does
+    not hold, unless not `jailed`."""
 
-    def __init__(self, workers: int | None = None, jailed: bool = True) -> None:
+    def __init__(self, workers: int | None = None, jailed: bool = True, priority: int = 0) -> None:
         cores = sorted(os.sched_getaffinity(0))
         rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = cores[rank::ranks] or [cores[rank % len(cores)]]  # torchrun's processes share the machine's cores
@@ -1135,7 +1136,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         self._workers = [_Worker(cores[i % len(cores)], jailed) for i in range(workers or len(cores))]
         try:
             for worker in self._workers:
-                worker.check()
+                worker.check(priority)
         except BaseException:
             self.close()
             raise
@@ -1209,8 +1210,8 @@ def execute_strategies(sources: Sequence[str], seeds: Sequence[int], size: int =
 # Rewards
 
 BOARDS = (0, 1, 2, 3)  # what a reward function plays without a column `seeds`: for tests and for trying things out
-SUCCESS, LOST, LOST_PROGRESS = 20.0, 2.0, 8.0
-STOPPED = {"stuck": -1.0, "timeout": -1.0, "error": -3.0, "invalid_move": -3.0}  # where no tile was made
+SUCCESS, NEARLY = 20.0, 10.0
+LOST = {"lost": 2.0, "stuck": -1.0, "timeout": -1.0, "error": -3.0, "invalid_move": -3.0}  # where no tile was made
 WORKS = {"load": 1.0, "fail": -0.5, "none": -2.0}
 CLEAN, CHEATING, NOTHING_TO_CHECK = 1.0, -20.0, -1.0
 CUT_OFF = -1.0
@@ -1246,24 +1247,14 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
-    """The reward of one game; with `flat`, the published scheme, every loser gets the same.  A game that the program
-    breaks off (STOPPED) is always worth less than one lost with the same tile: from -1 or -3 (no tile above 4) on."""
-    reached, wanted = math.log2(result.max_tile), math.log2(target)
-    most = LOST + LOST_PROGRESS
-    match result.outcome:
-        case "success":
-            return SUCCESS
-        case "no_function":
-            return 0.0
-        case "lost" | "stuck" if flat:
-            return LOST
-        case "lost":
-            return LOST + LOST_PROGRESS * min(1.0, reached / wanted)
-        case stopped if flat:
-            return STOPPED[stopped]
-        case stopped:
-            least, progress = STOPPED[stopped], max(0.0, reached - 2) / max(1.0, wanted - 2)
-            return least + (most - least) * min(1.0, progress)
+    """The reward of one game.  One that is not won is graded by its largest tile, from LOST to NEARLY, so a game that
+    the program breaks off is worth less than one lost with the same tile.  `flat` is the published scheme."""
+    if result.outcome in ("success", "no_function"):
+        return SUCCESS if result.outcome == "success" else 0.0
+    if flat:
+        return LOST["lost" if result.outcome == "stuck" else result.outcome]
+    least, progress = LOST[result.outcome], max(0, result.max_tile - 4) / max(4, target - 4)
+    return least + (NEARLY - least) * min(1.0, progress)
 
 
 def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -1418,7 +1409,7 @@ class GRPOOptions:
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
-    ladder: tuple[str, ...] = ("6:2048", "4:256", "4:512", "4:1024", "4:2048", "4:4096")  # SIZE:TARGET stages, in order
+    ladder: tuple[str, ...] = ("6:2048", "4:512", "4:2048", "4:4096")  # SIZE:TARGET stages, in order
     curriculum: bool = True  # begin the ladder's next stage once one is solved; after the last one the target doubles
     curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.5  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 2  # groups over which that share is taken
@@ -1438,7 +1429,7 @@ class RunOptions:
     repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
     kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
-    race_seconds: Annotated[float, (1.0, 1e5)] = 60.0  # for the games by which the best program is chosen
+    race_seconds: Annotated[float, (1.0, 1e5)] = 30.0  # for the games by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as training's
     quiet: bool = False  # print only the result
 
@@ -1452,9 +1443,9 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
-    "learning_rate": 1e-3, "warmup_steps": 5, "max_grad_norm": 0.2, "lora_rank": 32, "lora_alpha": 64,
-    "max_new_tokens": 96, "eval_batch_size": 256, "best_of": -1}  # fmt: skip
+    "model": "tiny", "steps": 64, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
+    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 256, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
@@ -1659,9 +1650,15 @@ class Evaluator:
         """A game as this evaluator plays it."""
         return GameBoard(self.size, seed, self.goal)
 
-    def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False) -> list[list[GameResult]]:
-        """Every program's games on some boards."""
-        return execute_strategies(sources, seeds, self.size, self.goal, self.config.keys, self.config.timeout, record)
+    def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False,
+             pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
+        """Every program's games on some boards, in the shared pool or another."""
+        game = self.size, self.goal, self.config.keys, self.config.timeout
+        return execute_strategies(sources, seeds, *game, record, pool)
+
+    def spare_pool(self) -> Pool:
+        """A pool of one worker that gets what other work leaves of a core."""
+        return Pool(1, shared_pool().jailed, priority=19)
 
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]:
         """Answers to this stage's prompt, its wordings in turn.  Rank 0 samples.  With FSDP all ranks sample together,

@@ -59,10 +59,10 @@ def helpers(kinds: set[str]) -> int:
     """How many texts `compose.helpers` has above strategies with these kinds of choices."""
     searches, count = kinds & set(compose.SEARCHES), 1
     weights = len(compose.WEIGHTS) * len(compose.SIGNS)
-    if searches or "first" in kinds:
+    if "first" in kinds:
         count *= math.factorial(4)  # orders in which moves are tried
     if searches:
-        count *= sum(math.perm(len(compose.TERMS), terms) * weights**terms for terms in compose.TERM_COUNTS)
+        count *= sum(math.comb(len(compose.TERMS), terms) * weights**terms for terms in compose.TERM_COUNTS)
         count *= len(compose.LINE_VALUES) * sum(weights if place else 1 for place in compose.PLACES)
     if searches & {"best", "expected"}:
         count *= len(compose.DEAD)

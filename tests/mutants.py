@@ -52,7 +52,7 @@ FAULTS = (
     Fault("jail", "games", 'idle = 0 if game.move(direction) else idle + 1', 'idle += not game.move(direction)'),
     Fault("jail", "games rewards", 'env={"PYTHONHASHSEED": "0", ', 'env={'),
     Fault("jail", "pool", 'signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)', ''),
-    Fault("rewards", "rewards learning", 'LOST_PROGRESS = 20.0, 2.0, 8.0', 'LOST_PROGRESS = 20.0, 2.0, 18.0'),
+    Fault("rewards", "rewards learning", 'SUCCESS, NEARLY = 20.0, 10.0', 'SUCCESS, NEARLY = 20.0, 21.0'),
     Fault("rewards", "rewards learning", 'case "lost" | "stuck" if flat:', 'case "lost" if flat:'),
     Fault("rewards", "rewards hostile", 'CHECK if v.works == "none"', 'CHECK if v.works != "load"'),
     Fault("rewards", "rewards hostile", '[] if verdict.cheating else [', '['),

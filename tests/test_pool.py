@@ -102,6 +102,14 @@ def test_close_leaves_no_process() -> None:
     assert wait_until(lambda: not any(map(alive, processes)))
 
 
+@pytest.mark.parametrize("priority", [0, 19])
+def test_a_pool_can_leave_the_cores_to_others(priority: int) -> None:
+    """With all of its processes.  By default it has the priority of its trainer."""
+    with Pool(1, priority=priority) as pool:
+        given = {os.getpriority(os.PRIO_PROCESS, process) for process in family(pool)}
+    assert given == {max(priority, os.nice(0))}
+
+
 def test_close_ends_players_in_the_middle_of_a_game() -> None:
     """Another thread that waits for a verdict gets an exception, and starts no new worker."""
     pool = Pool(1)

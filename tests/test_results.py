@@ -62,6 +62,29 @@ def test_the_expert_is_better_than_the_other_controls(evaluator: program.Evaluat
     assert max(scores, key=lambda name: scores[name].mean_log2_tile) == "expert"
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_controls_reach_beside_training_what_they_reach_after_it(evaluator: program.Evaluator, ended: bool) -> None:
+    """However many of their games a run leaves for its end.  Here two parts of a control's boards."""
+    longer = program.Evaluator(program.EvalConfig(model="tiny", games=40), 3, 64)
+    games = programs.ControlGames({"long": longer, "short": evaluator})
+    if ended:
+        games._thread.join(60)
+        assert not games._left
+    assert games.scores() == {name: programs.evaluate_all(of, programs.controls(KEYS))
+                              for name, of in (("long", longer), ("short", evaluator))}  # fmt: skip
+
+
+def test_a_run_gets_its_controls_where_the_spare_worker_fails(
+    evaluator: program.Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise program.JailError("no memory")
+
+    monkeypatch.setattr(evaluator, "spare_pool", fail)
+    scores = programs.ControlGames({"3x3": evaluator}).scores()
+    assert {score.games for score in scores["3x3"].values()} == {8}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The race
 
@@ -202,7 +225,7 @@ def check_the_wordings() -> None:
 
     program.sample_completions = sample
     evaluator, adapted = program.Evaluator(config, 4, 128), program.add_adapters(model, config)
-    assert programs.untrained_programs(evaluator, adapted, tokenizer, 12) == [GOOD] * 3
+    assert programs.untrained_programs(evaluator, adapted, tokenizer, 12) == [GOOD]
 
 
 def test_the_best_of_n_is_asked_for_in_the_wordings_of_training(base: Path) -> None:

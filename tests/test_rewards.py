@@ -36,23 +36,23 @@ def result(outcome: str, max_tile: int = 64) -> GameResult:
     [
         ("success", 2048, 2048, 20.0, 20.0),
         ("success", 128, 128, 20.0, 20.0),
-        ("lost", 1024, 2048, 2 + 8 * 10 / 11, 2.0),
-        ("lost", 64, 2048, 2 + 8 * 6 / 11, 2.0),
-        ("lost", 2, 2048, 2 + 8 / 11, 2.0),
-        ("lost", 64, 128, 2 + 8 * 6 / 7, 2.0),
-        ("stuck", 64, 2048, -1 + 11 * 4 / 9, 2.0),
-        ("stuck", 1024, 2048, -1 + 11 * 8 / 9, 2.0),
+        ("lost", 1024, 2048, 2 + 8 * 1020 / 2044, 2.0),
+        ("lost", 64, 2048, 2 + 8 * 60 / 2044, 2.0),
+        ("lost", 2, 2048, 2.0, 2.0),
+        ("lost", 64, 128, 2 + 8 * 60 / 124, 2.0),
+        ("stuck", 64, 2048, -1 + 11 * 60 / 2044, 2.0),
+        ("stuck", 1024, 2048, -1 + 11 * 1020 / 2044, 2.0),
         ("timeout", 4, 2048, -1.0, -1.0),
-        ("timeout", 1024, 2048, -1 + 11 * 8 / 9, -1.0),
-        ("invalid_move", 1024, 2048, -3 + 13 * 8 / 9, -3.0),
+        ("timeout", 1024, 2048, -1 + 11 * 1020 / 2044, -1.0),
+        ("invalid_move", 1024, 2048, -3 + 13 * 1020 / 2044, -3.0),
         ("error", 2, 2048, -3.0, -3.0),
         ("error", 4, 2048, -3.0, -3.0),
-        ("error", 64, 128, -3 + 13 * 4 / 5, -3.0),
+        ("error", 64, 128, -3 + 13 * 60 / 124, -3.0),
         ("no_function", 2, 2048, 0.0, 0.0),
     ],
 )
 def test_value_of_a_game(outcome: str, max_tile: int, target: int, value: float, flat: float) -> None:
-    """Worked out by hand from the rules: progress is the logarithm of the largest tile against the target's."""
+    """Worked out by hand from the rules: progress is the largest tile as a share of the target, both from 4 on."""
     assert game_reward(result(outcome, max_tile), target) == pytest.approx(value)
     assert game_reward(result(outcome, max_tile), target, flat=True) == flat
 
@@ -69,15 +69,16 @@ def test_every_outcome_has_a_value() -> None:
 def test_breaking_off_is_worth_less_than_losing(exponent: int) -> None:
     """With the same tile, at any target.  No outcome is worth less than at its first move."""
     for tile in (1 << n for n in range(1, exponent)):
-        lost, *stopped = (game_reward(result(o, tile), 1 << exponent) for o in ("lost", *program.STOPPED))
+        lost, *stopped = (game_reward(result(outcome, tile), 1 << exponent) for outcome in program.LOST)
         assert lost > max(stopped)
-        assert all(program.STOPPED[o] <= reward for o, reward in zip(program.STOPPED, stopped, strict=True))
+        assert all(least <= reward for least, reward in zip(program.LOST.values(), [lost, *stopped], strict=True))
 
 
 @pytest.mark.parametrize("target", [2, 4])
 def test_progress_is_bounded(target: int) -> None:
-    """A first tile of 4 lies above a target of 2: not more than a whole progress."""
-    assert game_reward(result("lost", 4), target) == 10.0
+    """A tile above the target is not more than a whole progress, and the smallest targets divide by nothing."""
+    assert game_reward(result("lost", 4), target) == 2.0
+    assert game_reward(result("lost", 16), target) == 10.0
 
 
 COMPLETIONS = {  # completion -> function_works, no_cheating, and strategy_succeeds where it does not depend on play
@@ -202,8 +203,8 @@ def test_columns_are_read_per_row(pool: program.Pool) -> None:
 def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
     """The same failed game is worth more at a nearer target."""
     near, far = strategy_succeeds([LEFT, LEFT], seeds=[[1], [1]], target=[64, 2048])
-    assert near == pytest.approx(-1 + 11 * 1 / 4)  # the largest tile is 8
-    assert far == pytest.approx(-1 + 11 * 1 / 9)
+    assert near == pytest.approx(-1 + 11 * 4 / 60)  # the largest tile is 8
+    assert far == pytest.approx(-1 + 11 * 4 / 2044)
 
 
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:

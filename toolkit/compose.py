@@ -43,9 +43,8 @@ TERMS = {  # of a row, with the sign of a weight that makes sense
     "max(ranks)": 1,
     "sum(ranks)": -1,
     "sum(a * a for a in ranks)": -1,
-    "sum(x * x for x in row)": 1,
+    "sum(a**3 for a in ranks)": -1,
     "sum(abs(a - b) for a, b in pairs)": -1,
-    "sum(abs(x - y) for x, y in zip(row, row[1:]))": -1,
     "sum(abs(a - b) == 1 for a, b in pairs)": 1,
     "min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))": -1,
     "min(sum(a**2 - b**2 for a, b in pairs if a > b), sum(b**2 - a**2 for a, b in pairs if a < b))": -1,
@@ -61,19 +60,19 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
           "sum(board[-1])", "sum(r[0] for r in board)", "sum(r == sorted(r) for r in board)")  # fmt: skip
 
 # Choices, and how often each is composed.
-KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 45}
-SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
+KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
+SEARCHES = {"value": 40, "best": 10, "expected": 50}  # the next board, the best board two moves on, with a tile between
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
 KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has
 FACTORS = (1, 2, 3, 5)  # of the state that chooses among them
-TERM_COUNTS = {1: 1, 2: 2, 3: 2, 4: 1}
-LINE_VALUES = {"sum(map(worth, board)) + sum(map(worth, zip(*board)))": 3, "sum(map(worth, board))": 1,
-               "sum(map(worth, zip(*board)))": 1}  # fmt: skip
+TERM_COUNTS = {2: 2, 3: 2, 4: 1}
+LINE_VALUES = ("sum(map(worth, board)) + sum(map(worth, zip(*board)))", "sum(map(worth, board))",
+               "sum(map(worth, zip(*board)))")  # fmt: skip
 PLACES = {"": 6, "board[0][0]": 1, "board[-1][-1]": 1, "sum(board[0])": 1}
 DEAD = (0, 10, 100, 1000, 10000, 100000)
-CELLS = (1, 2, 3, 4, 6, 8, 12)  # how many empty cells the next tile is tried on, at most
-POOLED = {"sum(map(best, boards)) / len(boards)": 2, "min(map(best, boards))": 1, "max(map(best, boards))": 1}
+CELLS = (1, 2, 3, 4, 6)  # how many empty cells the next tile is tried on, at most
+POOLED = ("sum(map(best, boards)) / len(boards)", "min(map(best, boards))", "max(map(best, boards))")
 
 
 def pick(rng: random.Random, table: Mapping[Any, int]) -> Any:
@@ -87,8 +86,8 @@ def weight(rng: random.Random) -> int:
 
 
 def weighted_sum(rng: random.Random, count: int) -> str:
-    """An expression: the sum of `count` TERMS of a row, each with a weight."""
-    terms = rng.sample(list(TERMS), count)
+    """An expression: the sum of `count` TERMS of a row in their order, each with a weight."""
+    terms = sorted(rng.sample(list(TERMS), count), key=list(TERMS).index)
     return "¦ + ¦".join(f"{term}¦ * ¦{TERMS[term] * weight(rng)}" for term in terms)
 
 
@@ -114,16 +113,18 @@ def key_expression(rng: random.Random, kind: str, keys: str) -> str:
 def helpers(rng: random.Random, kinds: Sequence[str], keys: str) -> str:
     """The functions above `strategy` that its choices of a key need."""
     searches, source = set(kinds) & set(SEARCHES), ""
-    if searches or "first" in kinds:
+    if "first" in kinds:  # the order of the moves is a choice
         source += moves_source((f"¦{key}¦" for key in keys), rng.sample(range(4), 4)) + "¦"
+    elif searches:
+        source += moves_source(keys) + "¦"
     if searches:
         terms, place = weighted_sum(rng, pick(rng, TERM_COUNTS)), pick(rng, PLACES)
         place = place and f" + ¦{place}¦ * ¦{weight(rng)}"
-        source += WORTH.format(terms=terms, lines=pick(rng, LINE_VALUES), place=place)
+        source += WORTH.format(terms=terms, lines=rng.choice(LINE_VALUES), place=place)
     if searches & {"best", "expected"}:
         source += BEST.format(dead=rng.choice(DEAD))
     if "expected" in searches:
-        source += EXPECTED.format(cells=rng.choice(CELLS), pooled=pick(rng, POOLED))
+        source += EXPECTED.format(cells=rng.choice(CELLS), pooled=rng.choice(POOLED))
     return source
 
 

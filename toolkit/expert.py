@@ -7,7 +7,6 @@ Tiles are worth most along a snake: from cell to cell a fourth of what they woul
 from functools import cache
 
 
-@cache
 def slide(row):
     tiles, last = [], 0
     for x in row:
@@ -20,8 +19,8 @@ def slide(row):
 
 
 @cache
-def back(row):
-    return slide(row[::-1])[::-1]
+def both(row):
+    return slide(row), slide(row[::-1])[::-1]
 
 
 @cache
@@ -30,9 +29,9 @@ def worth(i, row):
 
 
 def moves(board):
-    columns = tuple(zip(*board))
-    up, down = tuple(zip(*map(slide, columns))), tuple(zip(*map(back, columns)))
-    after = zip("éuai", (up, down, tuple(map(slide, board)), tuple(map(back, board))))
+    left, right = zip(*map(both, board))
+    up, down = zip(*map(both, zip(*board)))
+    after = zip("éuai", (tuple(zip(*up)), tuple(zip(*down)), left, right))
     return {key: rows for key, rows in after if rows != board}
 
 

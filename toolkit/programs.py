@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import runs, stage_name
+from toolkit import UsageError, runs, stage_name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
@@ -22,7 +25,6 @@ from toolkit import runs, stage_name
 _MOVES = """\
 from functools import cache
 
-@cache
 def slide(row):
     tiles, last = [], 0
     for x in row:
@@ -34,18 +36,18 @@ def slide(row):
     return tuple(tiles + [0] * (len(row) - len(tiles)))
 
 @cache
-def back(row):
-    return slide(row[::-1])[::-1]
+def both(row):
+    return slide(row), slide(row[::-1])[::-1]
 
 def moves(board):
-    columns = tuple(zip(*board))
+    left, right = zip(*map(both, board))
+    up, down = zip(*map(both, zip(*board)))
     after = {{
 {lines}
     }}
     return {{key: b for key, b in after.items() if b != board}}
 """
-_AFTER = ("tuple(zip(*map(slide, columns)))", "tuple(zip(*map(back, columns)))", "tuple(map(slide, board))",
-          "tuple(map(back, board))")  # fmt: skip
+_AFTER = ("tuple(zip(*up))", "tuple(zip(*down))", "left", "right")
 AFTER = "    after = moves(tuple(map(tuple, board)))\n"  # the first line of a strategy that uses them
 
 
@@ -134,8 +136,9 @@ class Evaluator(Protocol):
     def new_game(self, seed: int) -> Game: ...
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]: ...
     def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> Sequence[Verdict]: ...
+    def spare_pool(self) -> AbstractContextManager[Any]: ...
     def play(
-        self, sources: Sequence[str], seeds: Sequence[int], record: bool = False
+        self, sources: Sequence[str], seeds: Sequence[int], record: bool = False, pool: Any = None
     ) -> Sequence[Sequence[GameResult]]: ...
 
 
@@ -199,9 +202,50 @@ def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[runs.Score]:
     return [score(evaluator, games) for games in evaluator.play(sources, evaluator.held_out)]
 
 
+def evaluate_all(evaluator: Evaluator, programs: Mapping[str, str]) -> dict[str, runs.Score]:
+    """The scores of named programs on the held-out boards."""
+    return dict(zip(programs, evaluate(evaluator, list(programs.values())), strict=True))
+
+
 def evaluate_program(evaluators: Mapping[str, Evaluator], source: str) -> dict[str, runs.Score]:
     """A program's score on the held-out boards of each stage."""
     return {stage: evaluate(evaluator, [source])[0] for stage, evaluator in evaluators.items()}
+
+
+class ControlGames:
+    """The controls' games on the held-out boards of each stage: beside training, as far as the cores have time."""
+
+    PART = 32  # boards that a control plays between two looks at whether training has ended
+
+    def __init__(self, evaluators: Mapping[str, Evaluator]) -> None:
+        self._evaluators, self._ended = evaluators, False
+        self._sources = controls(next(iter(evaluators.values())).keys)
+        self._left = deque((stage, name, evaluator.held_out[i : i + self.PART])
+                           for stage, evaluator in evaluators.items() for name in self._sources
+                           for i in range(0, len(evaluator.held_out), self.PART))  # fmt: skip
+        self._games: dict[tuple[str, str], list[GameResult]] = defaultdict(list)
+        self._thread = threading.Thread(target=self._play_beside, daemon=True)
+        self._thread.start()
+
+    def _play_part(self, pool: Any = None) -> None:
+        stage, name, boards = self._left[0]
+        self._games[stage, name] += self._evaluators[stage].play([self._sources[name]], boards, pool=pool)[0]
+        self._left.popleft()
+
+    def _play_beside(self) -> None:
+        evaluator = next(iter(self._evaluators.values()))
+        with suppress(UsageError, RuntimeError), evaluator.spare_pool() as pool:  # if it fails, scores() plays the rest
+            while self._left and not self._ended:
+                self._play_part(pool)
+
+    def scores(self) -> dict[str, dict[str, runs.Score]]:
+        """By stage and control.  What is left to play, all cores play now."""
+        self._ended = True
+        self._thread.join()
+        while self._left:
+            self._play_part()
+        return {stage: {name: score(evaluator, self._games[stage, name]) for name in self._sources}
+                for stage, evaluator in self._evaluators.items()}  # fmt: skip
 
 
 def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, runs.Score]:
@@ -219,12 +263,16 @@ def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: A
 
 
 def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: int) -> list[str]:
-    """The programs in some answers of the model without its adapter that load and do not cheat; training's wordings."""
+    """The programs in some answers of the model without its adapter, to prompts of training: the most promising first.
+
+    Each is judged on one board, as in training.  Programs that do not load or that cheat are left out.
+    """
     with model.disable_adapter():
         answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings))
-    verdicts = evaluator.judge(answers, [()] * len(answers))
-    return [verdict.source for verdict in verdicts if verdict.source and verdict.works == "load"
-            and not verdict.cheating]  # fmt: skip
+    verdicts = evaluator.judge(answers, [evaluator.boards(1, "untrained")] * len(answers))
+    scores = {verdict.source: verdict.results[0].score for verdict in verdicts
+              if verdict.source and verdict.works == "load" and not verdict.cheating}  # fmt: skip
+    return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

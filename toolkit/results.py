@@ -19,6 +19,7 @@ from toolkit.programs import (
     best_game,
     controls,
     evaluate,
+    evaluate_all,
     evaluate_model,
     race,
     score,
@@ -39,14 +40,13 @@ def board_names(evaluator: Evaluator) -> list[str]:
 
 
 def stage_result(
-    evaluator: Evaluator, scores: Mapping[str, runs.Score | None], programs: Mapping[str, str]
+    evaluator: Evaluator, scores: Mapping[str, runs.Score | None], others: Mapping[str, runs.Score]
 ) -> dict[str, Any]:  # fmt: skip
-    """A stage's entry in result.json: the scores, and those of programs that play its held-out boards now."""
-    played = dict(zip(programs, evaluate(evaluator, list(programs.values())), strict=True))
+    """A stage's entry in result.json; `others` are the controls."""
     return {
         "target": evaluator.target,
         **{player: found and asdict(found) for player, found in scores.items()},
-        "controls": {name: asdict(found) for name, found in played.items()},
+        "controls": {name: asdict(found) for name, found in others.items()},
         "boards": board_names(evaluator),
     }
 
@@ -91,20 +91,19 @@ def write_result(
     seconds = evaluator.config.race_seconds
     say("choosing the best program of the run")
     best, games = keep_best(evaluator, run, progress.steps, seconds)
-    programs = controls(evaluator.keys)
-    races = {"best": best.summary()}
+    races, untaught = {"best": best.summary()}, dict[str, str]()
     if untrained:
         say(f"choosing the best of {len(untrained)} programs of the untrained model")
         found = keep_best_of_n(evaluator, run, untrained, seconds)
-        programs[BEST_OF_N], races[BEST_OF_N] = found.ranking[0], {"sampled": count, **found.summary()}
+        untaught[BEST_OF_N], races[BEST_OF_N] = found.ranking[0], {"sampled": count, **found.summary()}
     say("playing the held-out boards with the controls")
-    scores = {}
+    played, scores = progress.controls.scores(), {}
     for stage, here in progress.evaluators.items():
         reached = None
         if best.ranking:
             reached = score(here, games) if here is evaluator else evaluate(here, best.ranking[:1])[0]
         known = {"before": progress.before[stage], "after": after[stage], "best": reached}
-        scores[stage] = stage_result(here, known, programs)
+        scores[stage] = stage_result(here, known, played[stage] | evaluate_all(here, untaught))
     result = {
         "scores": scores,
         "races": races,
@@ -162,7 +161,8 @@ def conclude_evaluation(
     programs = controls(next(iter(evaluators.values())).keys)
     if (file := Path(model).parent / f"{BEST_OF_N}.py").is_file():
         programs[BEST_OF_N] = file.read_text(encoding="utf-8")
-    found = {stage: stage_result(here, {"model": scores[stage]}, programs) for stage, here in evaluators.items()}
+    found = {stage: stage_result(here, {"model": scores[stage]}, evaluate_all(here, programs))
+             for stage, here in evaluators.items()}  # fmt: skip
     result = {"model": model, "scores": found, "seconds": round(time.monotonic() - started, 1), "jailed": jailed}
     watch.show_scores(console, result)
     return result

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit import runs, stage_name, visible
-from toolkit.programs import Evaluator, Game, finished_game, random_moves_win
+from toolkit.programs import ControlGames, Evaluator, Game, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 
 if TYPE_CHECKING:
@@ -467,6 +467,7 @@ class Progress:
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self.before: dict[str, runs.Score]  # of the untrained model, by stage
+        self.controls: ControlGames  # on rank 0
         trainer.curves, trainer.observe = self._curves, self._measure
         trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
 
@@ -524,6 +525,8 @@ class Progress:
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
         self.before = {stage: runs.read_score(row) for stage, row in before.items()}
+        if RANK == 0:
+            self.controls = ControlGames(self.evaluators)
         self._began = time.monotonic() - self._spent
 
     def begin_step(self) -> None:
