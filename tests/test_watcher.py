@@ -139,7 +139,7 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     noise = tmp_path / "noise"
     call(make_noise, noise)
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "ladder": "4:64",
-               "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1}  # fmt: skip
+               "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1, "best-of": 4}  # fmt: skip
     flags = [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
     done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)
     assert done.returncode == 3, done.stderr
