@@ -1247,14 +1247,15 @@ def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:
-    """The reward of one game.  One that is not won is graded by its largest tile, from LOST to NEARLY, so a game that
-    the program breaks off is worth less than one lost with the same tile.  `flat` is the published scheme."""
+    """The reward of one game.  One that is not won is graded by its largest tile, up to NEARLY.  Breaking it off costs
+    more with a small tile: up to 16, the difference in LOST.  `flat` is the published scheme."""
     if result.outcome in ("success", "no_function"):
         return SUCCESS if result.outcome == "success" else 0.0
     if flat:
         return LOST["lost" if result.outcome == "stuck" else result.outcome]
-    least, progress = LOST[result.outcome], max(0, result.max_tile - 4) / max(4, target - 4)
-    return least + (NEARLY - least) * min(1.0, progress)
+    least, progress = LOST["lost"], min(1.0, max(0, result.max_tile - 4) / max(4, target - 4))
+    price = (least - LOST[result.outcome]) * min(1.0, 16 / result.max_tile)
+    return least + (NEARLY - least) * progress - price
 
 
 def strategy_succeeds(completions: Sequence[Any], **kwargs: Any) -> list[float]:

@@ -40,19 +40,22 @@ def result(outcome: str, max_tile: int = 64) -> GameResult:
         ("lost", 64, 2048, 2 + 8 * 60 / 2044, 2.0),
         ("lost", 2, 2048, 2.0, 2.0),
         ("lost", 64, 128, 2 + 8 * 60 / 124, 2.0),
-        ("stuck", 64, 2048, -1 + 11 * 60 / 2044, 2.0),
-        ("stuck", 1024, 2048, -1 + 11 * 1020 / 2044, 2.0),
+        ("stuck", 64, 2048, 2 + 8 * 60 / 2044 - 3 / 4, 2.0),
+        ("stuck", 1024, 2048, 2 + 8 * 1020 / 2044 - 3 / 64, 2.0),
         ("timeout", 4, 2048, -1.0, -1.0),
-        ("timeout", 1024, 2048, -1 + 11 * 1020 / 2044, -1.0),
-        ("invalid_move", 1024, 2048, -3 + 13 * 1020 / 2044, -3.0),
+        ("timeout", 1024, 2048, 2 + 8 * 1020 / 2044 - 3 / 64, -1.0),
+        ("invalid_move", 1024, 2048, 2 + 8 * 1020 / 2044 - 5 / 64, -3.0),
         ("error", 2, 2048, -3.0, -3.0),
         ("error", 4, 2048, -3.0, -3.0),
-        ("error", 64, 128, -3 + 13 * 60 / 124, -3.0),
+        ("error", 64, 128, 2 + 8 * 60 / 124 - 5 / 4, -3.0),
         ("no_function", 2, 2048, 0.0, 0.0),
     ],
 )
 def test_value_of_a_game(outcome: str, max_tile: int, target: int, value: float, flat: float) -> None:
-    """Worked out by hand from the rules: progress is the largest tile as a share of the target, both from 4 on."""
+    """Worked out by hand from the rules: progress is the largest tile as a share of the target, both from 4 on.
+
+    What a broken-off game costs falls from 3 or 5 at 16, in inverse proportion to the tile.
+    """
     assert game_reward(result(outcome, max_tile), target) == pytest.approx(value)
     assert game_reward(result(outcome, max_tile), target, flat=True) == flat
 
@@ -203,8 +206,8 @@ def test_columns_are_read_per_row(pool: program.Pool) -> None:
 def test_the_target_of_a_row_counts_for_its_reward(pool: program.Pool) -> None:
     """The same failed game is worth more at a nearer target."""
     near, far = strategy_succeeds([LEFT, LEFT], seeds=[[1], [1]], target=[64, 2048])
-    assert near == pytest.approx(-1 + 11 * 4 / 60)  # the largest tile is 8
-    assert far == pytest.approx(-1 + 11 * 4 / 2044)
+    assert near == pytest.approx(-1 + 8 * 4 / 60)  # the largest tile is 8
+    assert far == pytest.approx(-1 + 8 * 4 / 2044)
 
 
 def test_an_answer_that_the_limit_cuts_off_costs_something() -> None:
