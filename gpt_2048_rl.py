@@ -62,8 +62,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 try:
     from toolkit import UsageError, archive, objectives
+    from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.runs import AtomicCheckpoints, board_key
+    from toolkit.runs import AtomicCheckpoints
 
     ALONE = False
 except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none

@@ -39,7 +39,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import export, machine, runs, tiny, watch  # noqa: E402
+from toolkit import evaluation, export, machine, tiny, watch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             rows = program.training_set(config, ladder)
             trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
             watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, scratch, Console(quiet=True),
-                           evaluate=lambda: {"6x6": runs.score((), stage.target)}).train()  # fmt: skip
+                           evaluate=lambda: {"6x6": evaluation.score((), stage.target)}).train()  # fmt: skip
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")

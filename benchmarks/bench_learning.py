@@ -38,7 +38,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import machine, programs, results, runs, tiny  # noqa: E402
+from toolkit import evaluation, machine, programs, results, runs, tiny  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class Run:
     recipe: str
     seed: int
     files: runs.Run
-    hundred: runs.Score  # of best of N's hundred best programs on the first stage's held-out boards
+    hundred: evaluation.Score  # of best of N's hundred best programs on the first stage's held-out boards
     new: tuple[float, float]  # share of programs that the warm start never showed: first and last ten steps
 
-    def score(self, player: str, stage: str = "4x4") -> runs.Score:
+    def score(self, player: str, stage: str = "4x4") -> evaluation.Score:
         """A player's score on the held-out boards of a stage."""
         return self.files.held_out[stage].scores[player]
 
     @property
     def p_best(self) -> float:
         """p of the paired test of best program against best of N; 1 if the best program does not win more boards."""
-        found = {(pair.stage, pair.first, pair.second): pair for pair in runs.pairs_within(self.files)}
-        pair = found["4x4", runs.BEST, runs.BEST_OF_N]
+        found = {(pair.stage, pair.first, pair.second): pair for pair in evaluation.pairs_within(self.files.held_out)}
+        pair = found["4x4", evaluation.BEST, evaluation.BEST_OF_N]
         return pair.won_p if pair.won_first > pair.won_second else 1.0
 
 
@@ -100,7 +100,7 @@ def train(folder: Path, seed: int, words: Sequence[str], minutes: float, games: 
         raise SystemExit(f"{folder.name}: {done.stdout[-2000:]}")
 
 
-def play_hundred(folder: Path) -> runs.Score:
+def play_hundred(folder: Path) -> evaluation.Score:
     """Best of N's hundred best programs on the first stage's held-out boards, in turn.  The score is kept in a file."""
     file = folder / "top_hundred.json"
     if not file.is_file():
@@ -111,7 +111,7 @@ def play_hundred(folder: Path) -> runs.Score:
         verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out])
         score = programs.score(evaluator, [verdict.results[0] for verdict in verdicts])
         runs.write_whole(file, json.dumps(asdict(score)) + "\n")
-    return runs.read_score(runs.read_json(file))
+    return evaluation.read_score(runs.read_json(file))
 
 
 def warm_start_programs() -> set[str | None]:
@@ -138,29 +138,29 @@ Column = tuple[Callable[[Run], Any], str]  # a run's figure, and its format
 
 TABLES: dict[str, dict[str, Column]] = {
     "4x4": {
-        "before": (lambda run: run.score(runs.BEFORE).won, ".1%"),
-        "after": (lambda run: run.score(runs.AFTER).won, ".1%"),
-        "best": (lambda run: run.score(runs.BEST).won, ".1%"),
-        "best, 4096": (lambda run: runs.score(run.score(runs.BEST).tiles, 4096).won, ".1%"),
-        "best of N": (lambda run: run.score(runs.BEST_OF_N).won, ".1%"),
+        "before": (lambda run: run.score(evaluation.BEFORE).won, ".1%"),
+        "after": (lambda run: run.score(evaluation.AFTER).won, ".1%"),
+        "best": (lambda run: run.score(evaluation.BEST).won, ".1%"),
+        "best, 4096": (lambda run: evaluation.score(run.score(evaluation.BEST).tiles, 4096).won, ".1%"),
+        "best of N": (lambda run: run.score(evaluation.BEST_OF_N).won, ".1%"),
         "p, best against best of N": (lambda run: run.p_best, ".1g"),
         "top hundred": (lambda run: run.hundred.won, ".1%"),
-        "after, log2": (lambda run: run.score(runs.AFTER).mean_log2_tile, ".2f"),
+        "after, log2": (lambda run: run.score(evaluation.AFTER).mean_log2_tile, ".2f"),
         "top hundred, log2": (lambda run: run.hundred.mean_log2_tile, ".2f"),
         "after above top hundred, log2": (
-            lambda run: run.score(runs.AFTER).mean_log2_tile - run.hundred.mean_log2_tile, "+.2f"),
+            lambda run: run.score(evaluation.AFTER).mean_log2_tile - run.hundred.mean_log2_tile, "+.2f"),
     },
     "4x4, controls": {
-        "expert": (lambda run: run.score(runs.EXPERT).won, ".1%"),
-        "best above expert": (lambda run: run.score(runs.BEST).won - run.score(runs.EXPERT).won, "+.1%"),
-        "greedy": (lambda run: run.score(runs.GREEDY).won, ".1%"),
-        "rotation": (lambda run: run.score(runs.ROTATION).won, ".1%"),
-        "random": (lambda run: run.score(runs.RANDOM).won, ".1%"),
+        "expert": (lambda run: run.score(evaluation.EXPERT).won, ".1%"),
+        "best above expert": (lambda run: run.score(evaluation.BEST).won - run.score(evaluation.EXPERT).won, "+.1%"),
+        "greedy": (lambda run: run.score(evaluation.GREEDY).won, ".1%"),
+        "rotation": (lambda run: run.score(evaluation.ROTATION).won, ".1%"),
+        "random": (lambda run: run.score(evaluation.RANDOM).won, ".1%"),
     },
     "6x6": {
-        "6x6 before": (lambda run: run.score(runs.BEFORE, "6x6").won, ".1%"),
-        "6x6 after": (lambda run: run.score(runs.AFTER, "6x6").won, ".1%"),
-        "6x6 best": (lambda run: run.score(runs.BEST, "6x6").won, ".1%"),
+        "6x6 before": (lambda run: run.score(evaluation.BEFORE, "6x6").won, ".1%"),
+        "6x6 after": (lambda run: run.score(evaluation.AFTER, "6x6").won, ".1%"),
+        "6x6 best": (lambda run: run.score(evaluation.BEST, "6x6").won, ".1%"),
     },
     "training": {
         "steps": (lambda run: run.files.result["steps"], ".0f"),
@@ -276,15 +276,15 @@ def curves_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
 def dots_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
     """A row for each player, a dot for each seed, and the median as a bar and in words."""
     stable = [run for run in measured if run.recipe == "stable"]
-    control = {"random moves": runs.RANDOM, "four keys in turn": runs.ROTATION, "greedy": runs.GREEDY,
-               "before training": runs.BEFORE}  # fmt: skip
+    control = {"random moves": evaluation.RANDOM, "four keys in turn": evaluation.ROTATION, "greedy": evaluation.GREEDY,
+               "before training": evaluation.BEFORE}  # fmt: skip
     rows = [(name, GREY, stable, player) for name, player in control.items()]
     for recipe in list(colours)[1:]:
         group = [run for run in measured if run.recipe == recipe]
-        rows.append((f"{recipe}, after", colours[recipe], group, runs.AFTER))
-    rows += [("best of N, untrained", GREY, stable, runs.BEST_OF_N), ("expert", GREY, stable, runs.EXPERT),
-             ("after training", colours["stable"], stable, runs.AFTER),
-             ("best program", colours["stable"], stable, runs.BEST)]  # fmt: skip
+        rows.append((f"{recipe}, after", colours[recipe], group, evaluation.AFTER))
+    rows += [("best of N, untrained", GREY, stable, evaluation.BEST_OF_N), ("expert", GREY, stable, evaluation.EXPERT),
+             ("after training", colours["stable"], stable, evaluation.AFTER),
+             ("best program", colours["stable"], stable, evaluation.BEST)]  # fmt: skip
     parts = [text(RIGHT - 130, 14, "held-out 4x4 games that made 2048, a dot per seed")]
     for share in (0.0, 0.5, 1.0):
         x = RIGHT + share * RIGHT_WIDTH

@@ -30,7 +30,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import machine, runs, tiny, watch  # noqa: E402
+from toolkit import evaluation, machine, tiny, watch  # noqa: E402
 
 SIDES, LIMIT = ("trl", "ours"), 1.05
 
@@ -67,7 +67,7 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
         with (folder / "log").open("w") as file:
             watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, folder,
                            Console(file=file, force_terminal=True),
-                           evaluate=lambda: {"6x6": runs.score((), stage.target)}).train()  # fmt: skip
+                           evaluate=lambda: {"6x6": evaluation.score((), stage.target)}).train()  # fmt: skip
     return [after - before for before, after in pairwise(ends)], last
 
 

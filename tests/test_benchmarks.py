@@ -21,7 +21,7 @@ import gpt_2048_rl as program
 from tests.helpers import HONEST, ROOT
 from tests.preloaded import run
 from tests.record_run import RECORDED, write_curves
-from toolkit import compose, runs
+from toolkit import compose, evaluation
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learning
@@ -41,7 +41,7 @@ def made_up_run(folder: Path, **shares: float) -> None:
 
     def score(share: float) -> dict[str, Any]:
         won = round(100 * share)
-        return asdict(runs.score([4096] * (won // 2) + [2048] * (won - won // 2) + [256] * (100 - won), 2048))
+        return asdict(evaluation.score([4096] * (won // 2) + [2048] * (won - won // 2) + [256] * (100 - won), 2048))
 
     shutil.copytree(RECORDED, folder)
     result = json.loads((folder / "result.json").read_text())

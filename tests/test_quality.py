@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import gpt_2048_rl as program
+from tests import mutants
 from tests.helpers import ROOT, cmdline, run_python
 
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
@@ -66,3 +67,9 @@ def test_the_workers_import_only_the_standard_library() -> None:
         (worker,) = pool._workers
         arguments = cmdline(worker._process.pid).split(b"\0")
     assert {b"-P", b"-s", b"-S"} <= set(arguments)
+
+
+def test_every_fault_of_the_mutants_still_stands_in_one_place() -> None:
+    """A fault whose line has changed says nothing about the tests."""
+    for fault in mutants.FAULTS:
+        mutants.find(fault, ROOT)

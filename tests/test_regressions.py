@@ -10,7 +10,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HELD_OUT, descendants, wait_until, without_seconds
-from toolkit.runs import board_key
+from toolkit.evaluation import board_key
 
 FORESEES = """
 import collections

@@ -25,7 +25,7 @@ from tests.browser import Browser, Page
 from tests.conftest import Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
-from toolkit import report, runs
+from toolkit import evaluation, report, runs
 from toolkit.programs import controls, recorded_game
 
 HOSTILE = (
@@ -465,7 +465,7 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
             score["tiles"] = score["tiles"][:3]
 
     change(other / "result.json", shorten)
-    pairs = runs.pairs_between(runs.read_runs([folder, other]))
+    pairs = evaluation.pairs_between({name: run.held_out for name, run in runs.read_runs([folder, other]).items()})
     assert {(pair.stage, pair.boards) for pair in pairs} == {("4x4", 3), ("3x3", 1)}
 
 

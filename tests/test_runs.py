@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.record_run import RECORDED, write_curves
-from toolkit import UsageError, runs
+from toolkit import UsageError, evaluation, runs
 
 
 @dataclass
@@ -325,10 +325,10 @@ def test_programs_of_the_last_stage_are_raced_first(tmp_path: Path) -> None:
 def test_a_score_is_written_and_read_with_the_same_fields() -> None:
     run = runs.read_run(RECORDED)
     entry, played = run.result["scores"]["4x4"], run.held_out["4x4"]
-    after = played.scores[runs.AFTER]
+    after = played.scores[evaluation.AFTER]
     assert vars(after) == entry["after"] | {"tiles": after.tiles}
-    assert list(played.by_board(runs.AFTER).items()) == list(zip(entry["boards"], after.tiles, strict=True))
-    assert runs.score(after.tiles, played.target) == after
+    assert list(played.by_board(evaluation.AFTER).items()) == list(zip(entry["boards"], after.tiles, strict=True))
+    assert evaluation.score(after.tiles, played.target) == after
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,8 +336,9 @@ def test_a_score_is_written_and_read_with_the_same_fields() -> None:
 
 
 def test_a_game_is_won_when_its_target_was_made() -> None:
-    assert runs.score((64, 128, 256, 4), 128) == runs.Score(4, 0.5, 0.15, 0.85, 96.0, 5.75, (64, 128, 256, 4))
-    assert runs.score((), 128) == runs.Score(0, 0.0, 0.0, 1.0, 0.0, 0.0, ())
+    tiles = 64, 128, 256, 4
+    assert evaluation.score(tiles, 128) == evaluation.Score(4, 0.5, 0.15, 0.85, 96.0, 5.75, tiles)
+    assert evaluation.score((), 128) == evaluation.Score(0, 0.0, 0.0, 1.0, 0.0, 0.0, ())
 
 
 @pytest.mark.parametrize(
@@ -345,14 +346,14 @@ def test_a_game_is_won_when_its_target_was_made() -> None:
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
 )
 def test_wilson_interval_against_published_values(won: int, games: int, low: float, high: float) -> None:
-    assert runs.wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
+    assert evaluation.wilson_interval(won, games) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_players_are_compared_on_the_boards_of_both() -> None:
     a, b = {"x": 256, "y": 64, "z": 32, "only a": 512}, {"x": 64, "y": 128, "z": 32, "only b": 2}
-    assert runs.compare_players("4x4", 128, "a", a, "b", b) == runs.Pair("4x4", 128, "a", "b", 3, 1, 1, 1.0, 1, 1, 1.0)
-    assert runs.compare_players("4x4", 64, "a", a, "b", b) == runs.Pair("4x4", 64, "a", "b", 3, 0, 0, 1.0, 1, 1, 1.0)
-    assert runs.compare_players("4x4", 256, "a", a, "b", b) == runs.Pair("4x4", 256, "a", "b", 3, 1, 0, 1.0, 1, 1, 1.0)
+    for target, won in ((128, (1, 1)), (64, (0, 0)), (256, (1, 0))):
+        pair = evaluation.Pair("4x4", target, "a", "b", 3, *won, 1.0, 1, 1, 1.0)
+        assert evaluation.compare_players("4x4", target, "a", a, "b", b) == pair
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -361,7 +362,7 @@ def test_the_sign_test_counts_every_outcome(count: int) -> None:
     falls = [sum(fall) for fall in itertools.product((0, 1), repeat=count)]
     for above in range(count + 1):
         uneven = sum(abs(2 * fall - count) >= abs(2 * above - count) for fall in falls) / len(falls)
-        assert runs.sign_test(above, count - above) == pytest.approx(uneven)
+        assert evaluation.sign_test(above, count - above) == pytest.approx(uneven)
 
 
 @pytest.mark.parametrize("count", range(1, 13))
@@ -373,7 +374,7 @@ def test_the_interval_of_the_median_is_the_narrowest_that_holds(count: int) -> N
         falls = itertools.product((0, 1), repeat=count)
         return float(sum(k <= sum(fall) <= count - k for fall in falls) / 2**count)
 
-    interval = runs.median_interval(range(1, count + 1))
+    interval = evaluation.median_interval(range(1, count + 1))
     if interval is None:
         assert holds(1) < 0.95
     else:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError, tiny
+from toolkit.evaluation import read_scores
 from toolkit.machine import (
     adapter_base,
     available_memory,
@@ -30,7 +31,7 @@ from toolkit.machine import (
     check_model,
     parameter_shapes,
 )
-from toolkit.runs import read_json, read_scores
+from toolkit.runs import read_json
 
 if TYPE_CHECKING:
     import torch

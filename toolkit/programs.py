@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import UsageError, runs, stage_name
+from toolkit import UsageError, evaluation, stage_name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
@@ -192,22 +192,22 @@ def random_moves_win(evaluator: Evaluator) -> float:
     return statistics.fmean(game.max_tile >= evaluator.target for game in games)
 
 
-def score(evaluator: Evaluator, games: Sequence[GameResult]) -> runs.Score:
+def score(evaluator: Evaluator, games: Sequence[GameResult]) -> evaluation.Score:
     """The score of games on the held-out boards."""
-    return runs.score([game.max_tile for game in games], evaluator.target)
+    return evaluation.score([game.max_tile for game in games], evaluator.target)
 
 
-def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[runs.Score]:
+def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[evaluation.Score]:
     """The programs' scores on the held-out boards."""
     return [score(evaluator, games) for games in evaluator.play(sources, evaluator.held_out)]
 
 
-def evaluate_all(evaluator: Evaluator, programs: Mapping[str, str]) -> dict[str, runs.Score]:
+def evaluate_all(evaluator: Evaluator, programs: Mapping[str, str]) -> dict[str, evaluation.Score]:
     """The scores of named programs on the held-out boards."""
     return dict(zip(programs, evaluate(evaluator, list(programs.values())), strict=True))
 
 
-def evaluate_program(evaluators: Mapping[str, Evaluator], source: str) -> dict[str, runs.Score]:
+def evaluate_program(evaluators: Mapping[str, Evaluator], source: str) -> dict[str, evaluation.Score]:
     """A program's score on the held-out boards of each stage."""
     return {stage: evaluate(evaluator, [source])[0] for stage, evaluator in evaluators.items()}
 
@@ -238,7 +238,7 @@ class ControlGames:
             while self._left and not self._ended:
                 self._play_part(pool)
 
-    def scores(self) -> dict[str, dict[str, runs.Score]]:
+    def scores(self) -> dict[str, dict[str, evaluation.Score]]:
         """By stage and control.  What is left to play, all cores play now."""
         self._ended = True
         self._thread.join()
@@ -248,7 +248,7 @@ class ControlGames:
                 for stage, evaluator in self._evaluators.items()}  # fmt: skip
 
 
-def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, runs.Score]:
+def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, evaluation.Score]:
     """A model's score on the held-out boards of each stage.
 
     It writes a program for each board, in a wording that training never uses.  The games are independent, so Wilson's

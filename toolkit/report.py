@@ -25,25 +25,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError, visible
-from toolkit.runs import (
+from toolkit.evaluation import (
     AFTER,
     BEST,
     BEST_OF_N,
     CONTROLS,
-    OUTCOMES,
     RANDOM,
-    Attempt,
     Pair,
-    Run,
     Score,
     median_interval,
     pairs_between,
     pairs_within,
-    read_run,
-    read_runs,
     without_skill,
-    write_whole,
 )
+from toolkit.runs import OUTCOMES, Attempt, Run, read_run, read_runs, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -320,7 +315,7 @@ def write_page(file: Path, title: str, lead: str, before: str, after: str, games
 def write_report(folder: Path) -> Path:
     """Write a run's report.html.  Raises UsageError."""
     run = read_run(folder)
-    pairs = pairs_within(run)
+    pairs = pairs_within(run.held_out)
     tables = "".join(
         score_table(stage, played.scores, played.target)
         + (f"<p>{text(without_skill(stage, played))}</p>" if i else "")
@@ -415,7 +410,7 @@ def show_stage(console: Console, stage: str, scores: Mapping[str, Score], pairs:
 def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
     """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
     runs = read_runs(config.runs)
-    pairs = pairs_between(runs)
+    pairs = pairs_between({name: run.held_out for name, run in runs.items()})
     write_comparison(runs, pairs, config.output)
     for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
         scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}

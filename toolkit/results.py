@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import report, runs, watch
+from toolkit import evaluation, report, runs, watch
 from toolkit.programs import (
     Evaluator,
     GameResult,
@@ -40,7 +40,7 @@ def board_names(evaluator: Evaluator) -> list[str]:
 
 
 def stage_result(
-    evaluator: Evaluator, scores: Mapping[str, runs.Score | None], others: Mapping[str, runs.Score]
+    evaluator: Evaluator, scores: Mapping[str, evaluation.Score | None], others: Mapping[str, evaluation.Score]
 ) -> dict[str, Any]:  # fmt: skip
     """A stage's entry in result.json; `others` are the controls."""
     return {
@@ -80,7 +80,7 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, untrained: Sequence[str], se
 
 
 def write_result(
-    progress: watch.Progress, after: Mapping[str, runs.Score], count: int, untrained: Sequence[str], jailed: bool,
+    progress: watch.Progress, after: Mapping[str, evaluation.Score], count: int, untrained: Sequence[str], jailed: bool,
     started: float, say: Callable[[Any], None],
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
@@ -151,8 +151,8 @@ def conclude(
 
 
 def conclude_evaluation(
-    model: str, evaluators: Mapping[str, Evaluator], scores: Mapping[str, runs.Score], jailed: bool, started: float,
-    console: Console,
+    model: str, evaluators: Mapping[str, Evaluator], scores: Mapping[str, evaluation.Score], jailed: bool,
+    started: float, console: Console,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare a model or a program with the controls, and with the best of N if `model` is part of a run.
 

@@ -1,4 +1,4 @@
-"""A run's folder: checkpoints, the lock, resuming, reading it back, and the statistics that compare runs.
+"""A run's folder: checkpoints, the lock, resuming, and reading it back.
 
 A run writes these files to OUTPUT_DIR/RUN_NAME:
 
@@ -22,7 +22,6 @@ import io
 import json
 import math
 import os
-import secrets
 import shutil
 import signal
 import statistics
@@ -31,21 +30,15 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from toolkit import UsageError, cache_folder, stage_name
+from toolkit import UsageError, stage_name
+from toolkit.evaluation import HeldOut, read_scores
 from toolkit.ranks import RANK
 
 OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")  # how a game can end
-BEFORE, AFTER, BEST = "before training", "after training", "best program"
-BEST_OF_N = "best of N, untrained"
-RANDOM, ROTATION, GREEDY = "random legal moves", "four keys in turn", "greedy on empty cells"
-EXPERT = "expert (expectimax)"
-MODEL = "model"  # what `eval` evaluates
-PLAYERS = {"before": BEFORE, "after": AFTER, "best": BEST, "model": MODEL}  # names in result.json and for people
-CONTROLS = {"best_of_n": BEST_OF_N, "random": RANDOM, "rotation": ROTATION, "greedy": GREEDY, "expert": EXPERT}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
@@ -330,106 +323,6 @@ class Interruption:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Held-out boards and scores
-
-
-@cache
-def board_key() -> str:
-    """This machine's secret, from which board seeds are drawn.  Raises UsageError if it cannot be stored.
-
-    A strategy that knew the seed of a board could predict every tile.  Players cannot read files, and no process but
-    this one holds the key.
-    """
-    file = cache_folder() / "board_key"
-    try:
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_name(f".board_key-{os.getpid()}")
-            new.touch(mode=0o600)
-            new.write_text(secrets.token_hex(16))
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
-                os.link(new, file)
-            new.unlink()
-        return file.read_text()
-    except OSError as error:
-        raise UsageError(f"{file} cannot be stored ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
-
-
-def wilson_interval(won: int, games: int) -> tuple[float, float]:
-    """95% confidence interval of a share (Wilson 1927); (0, 1) for no games."""
-    if not games:
-        return 0.0, 1.0
-    z, p = 1.959964, won / games
-    centre, spread = p + z * z / (2 * games), z * math.sqrt(p * (1 - p) / games + z * z / (4 * games * games))
-    low, high = ((centre + sign * spread) / (1 + z * z / games) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
-
-
-@dataclass(frozen=True)
-class Score:
-    """A player's result on the held-out boards, one game per board.  The fields are those of result.json."""
-
-    games: int
-    won: float  # share of games that made the target
-    won_low: float  # 95% interval (Wilson)
-    won_high: float
-    largest_tile_median: float
-    mean_log2_tile: float  # of the largest tiles
-    tiles: tuple[int, ...]  # the largest tile of each game, in the order of the boards
-
-
-def score(largest_tiles: Sequence[int], target: int) -> Score:
-    """Sum up one game per board by its largest tile.  A game that made the target is won, however it ended."""
-    games, won = len(largest_tiles), sum(tile >= target for tile in largest_tiles)
-    low, high = wilson_interval(won, games)
-    median = statistics.median(largest_tiles) if largest_tiles else 0.0
-    level = statistics.fmean(map(math.log2, largest_tiles)) if largest_tiles else 0.0
-    return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, round(level, 4),
-                 tuple(largest_tiles))  # fmt: skip
-
-
-def read_score(row: Mapping[str, Any]) -> Score:
-    """A score from a file."""
-    return Score(**{**row, "tiles": tuple(row["tiles"])})
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """What each player reached on the held-out boards of one stage: an entry of `scores` in result.json."""
-
-    target: int
-    boards: tuple[str, ...]  # their names
-    scores: dict[str, Score]  # by the player's name
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> HeldOut:
-        """One entry.  Any error means that the file is damaged."""
-        boards, controls = tuple(map(str, entry["boards"])), entry["controls"]
-        rows = {name: entry.get(key) for key, name in PLAYERS.items()}
-        rows |= {name: controls.get(key) for key, name in CONTROLS.items()}
-        scores = {player: read_score(row) for player, row in rows.items() if row}
-        if any(len(score.tiles) != len(boards) for score in scores.values()):
-            raise ValueError("a game for each board is not there")
-        return cls(int(entry["target"]), boards, scores)
-
-    def by_board(self, player: str) -> dict[str, int]:
-        """A player's largest tile on each board; empty if it did not play."""
-        return dict(zip(self.boards, self.scores[player].tiles, strict=True)) if player in self.scores else {}
-
-
-def without_skill(stage: str, played: HeldOut) -> str:
-    """What a reader has to know of a stage that random and blind programs may solve."""
-    random, blind = (f"{played.scores[player].won:.0%}" for player in (RANDOM, ROTATION))
-    return (f"On {stage}, games end at {played.target}. Random legal moves make it in {random} of them, four keys in "
-            f"turn, without a look at the board, in {blind}.")  # fmt: skip
-
-
-def read_scores(result: Mapping[str, Any]) -> dict[str, HeldOut]:
-    """The scores in a result.json by stage, the result first.  Any error means that the file is damaged."""
-    return {stage: HeldOut.of(entry) for stage, entry in result.get("scores", {}).items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading runs
 
 
@@ -581,86 +474,3 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Run]:
     runs = [read_run(folder) for folder in folders]
     distinct = len({run.name for run in runs}) == len(runs)
     return {run.name if distinct else str(folder): run for folder, run in zip(folders, runs, strict=True)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing players
-
-
-def sign_test(above: int, below: int) -> float:
-    """Two-sided p-value of a split this uneven if both sides were equally likely (exact binomial).
-
-    On the boards that only one of two players won, this is the exact form of McNemar's test (1947).
-    """
-    count = above + below
-    tail = sum(math.comb(count, i) for i in range(min(above, below) + 1))
-    return min(1.0, 2 * tail / (1 << count))
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% confidence interval of a median for any distribution: the k-th value from each end.
-
-    None for fewer than six values: no interval of theirs is that certain.
-    """
-    ordered, count = sorted(values), len(values)
-    k = tail = 0  # tail / 2**count: probability that fewer than k values lie below the median
-    while k < count and 40 * (tail + math.comb(count, k)) <= 2**count:  # 2.5% at each end
-        tail += math.comb(count, k)
-        k += 1
-    return (ordered[k - 1], ordered[count - k]) if k else None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two players compared board by board."""
-
-    stage: str  # whose held-out boards they are, as in result.json
-    target: int
-    first: str
-    second: str
-    boards: int  # played by both
-    won_first: int  # boards on which only the first made the target
-    won_second: int
-    won_p: float  # exact McNemar test
-    higher_first: int  # boards on which the first has the larger tile
-    higher_second: int
-    higher_p: float  # sign test
-
-
-def compare_players(
-    stage: str, target: int, first: str, a: Mapping[str, int], second: str, b: Mapping[str, int]
-) -> Pair:  # fmt: skip
-    """Compare two players on the boards that both played; `a` and `b` hold their largest tiles by board."""
-    both = [(a[board], b[board]) for board in a if board in b]
-    won = sum(x >= target > y for x, y in both), sum(y >= target > x for x, y in both)
-    higher = sum(x > y for x, y in both), sum(y > x for x, y in both)
-    return Pair(stage, target, first, second, len(both), *won, sign_test(*won), *higher, sign_test(*higher))
-
-
-def pairs_within(run: Run) -> list[Pair]:
-    """What a run has learned: the trained model and its best program against the controls."""
-    rows = ((AFTER, BEFORE), (AFTER, RANDOM), (AFTER, ROTATION), (AFTER, GREEDY), (BEST, BEST_OF_N), (BEST, GREEDY),
-            (BEST, EXPERT))  # fmt: skip
-    return [compare_players(stage, played.target, a, played.by_board(a), b, played.by_board(b))
-            for stage, played in run.held_out.items()
-            for a, b in rows if {a, b} <= played.scores.keys()]  # fmt: skip
-
-
-def pairs_between(runs: Mapping[str, Run]) -> list[Pair]:
-    """Every two runs' trained models, and their best programs.  Raises UsageError if they have nothing in common."""
-    pairs = []
-    for name, run in runs.items():
-        if not run.held_out:
-            raise UsageError(f"{name} has no result: it has not ended")
-    for (first, a), (second, b) in combinations(runs.items(), 2):
-        common = [stage for stage, played in a.held_out.items() if stage in b.held_out
-                  and played.target == b.held_out[stage].target
-                  and set(played.boards) & set(b.held_out[stage].boards)]  # fmt: skip
-        if not common:
-            raise UsageError(f"{first} and {second} have no board in common: name runs of one --held-out and machine")
-        for stage, player in product(common, (AFTER, BEST)):
-            ours, theirs = a.held_out[stage], b.held_out[stage]
-            if player in ours.scores and player in theirs.scores:
-                pairs.append(compare_players(stage, ours.target, f"{first}, {player}", ours.by_board(player),
-                                             f"{second}, {player}", theirs.by_board(player)))  # fmt: skip
-    return pairs

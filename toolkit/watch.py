@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit import runs, stage_name, visible
+from toolkit import evaluation, runs, stage_name, visible
 from toolkit.programs import ControlGames, Evaluator, Game, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 
@@ -299,15 +299,15 @@ def show_scores(console: Console, result: Mapping[str, Any]) -> None:
     """The tables at the end of a run or an evaluation, one for each stage."""
     from rich.table import Table
 
-    for i, (stage, played) in enumerate(runs.read_scores(result).items()):
+    for i, (stage, played) in enumerate(evaluation.read_scores(result).items()):
         table = Table(f"{stage}, held out", f"made {played.target}", "95% interval", "median tile", "games")
         for name, score in played.scores.items():
             interval = f"{score.won_low:.0%} to {score.won_high:.0%}"
-            table.add_row(str(result["model"]) if name == runs.MODEL else name, f"{score.won:.0%}", interval,
+            table.add_row(str(result["model"]) if name == evaluation.MODEL else name, f"{score.won:.0%}", interval,
                           f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
         console.print(table)
         if i:
-            console.print(runs.without_skill(stage, played), soft_wrap=True)
+            console.print(evaluation.without_skill(stage, played), soft_wrap=True)
     if not result["jailed"]:
         console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
 
@@ -420,6 +420,13 @@ def ends_best(levels: Sequence[tuple[str, float]], every: int) -> bool:
     return means[-1] >= max(means)
 
 
+def best_completion(row: Mapping[str, Any]) -> tuple[str, float, int] | None:
+    """The program with the largest tiles in a line of rollouts.jsonl: source, mean tile, step.  None if none plays."""
+    found = [(done["source"], statistics.fmean(game["max_tile"] for game in done["results"]), int(row["step"]))
+             for done in row["completions"] if done["works"] == "load" and not done["cheating"]]  # fmt: skip
+    return max(reversed(found), key=lambda program: program[1], default=None)
+
+
 def callback(progress: Any) -> Any:
     """A TrainerCallback that calls a Progress."""
     from transformers import TrainerCallback
@@ -450,7 +457,7 @@ class Progress:
 
     def __init__(
         self, trainer: Any, rollouts: WatchedRollouts, evaluators: Mapping[str, Evaluator], run: Path, console: Console,
-        evaluate: Callable[[], dict[str, runs.Score]],
+        evaluate: Callable[[], dict[str, evaluation.Score]],
     ) -> None:  # fmt: skip
         """`evaluators` are those of the held-out stages, the result first; `evaluate` plays their boards."""
         self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
@@ -466,7 +473,7 @@ class Progress:
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
-        self.before: dict[str, runs.Score]  # of the untrained model, by stage
+        self.before: dict[str, evaluation.Score]  # of the untrained model, by stage
         self.controls: ControlGames  # on rank 0
         trainer.curves, trainer.observe = self._curves, self._measure
         trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
@@ -524,7 +531,7 @@ class Progress:
             before = {stage: asdict(score) for stage, score in self._evaluate().items()}
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
-        self.before = {stage: runs.read_score(row) for stage, row in before.items()}
+        self.before = {stage: evaluation.read_score(row) for stage, row in before.items()}
         if RANK == 0:
             self.controls = ControlGames(self.evaluators)
         self._began = time.monotonic() - self._spent
@@ -555,11 +562,8 @@ class Progress:
         self._summary = step
         self._summaries.append((step.distinct, step.flat))
         self._levels.append((step.stage, step.level))
-        for done in self._rollouts.last["completions"]:
-            tile = statistics.fmean(game["max_tile"] for game in done["results"])
-            plays = done["works"] == "load" and not done["cheating"]
-            if plays and (self._best is None or tile >= self._best[1]):
-                self._best = done["source"], tile, self._rollouts.last["step"]
+        programs = filter(None, (best_completion(self._rollouts.last), self._best))
+        self._best = max(programs, key=lambda program: program[1], default=None)
 
     def _measure(self, batch: dict[str, Any]) -> None:
         """Measure the policy on a batch before it is used."""
