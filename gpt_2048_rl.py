@@ -1431,7 +1431,7 @@ class RunOptions:
     repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
     kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
-    race_seconds: Annotated[float, (1.0, 1e5)] = 30.0  # for the games by which the best program is chosen
+    race_seconds: Annotated[float, (1.0, 1e5)] = 20.0  # for the games by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as training's
     quiet: bool = False  # print only the result
 
@@ -1445,9 +1445,9 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 64, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "model": "tiny", "steps": 60, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
-    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 256, "best_of": -1}  # fmt: skip
+    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",

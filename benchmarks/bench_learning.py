@@ -2,7 +2,8 @@
 """Does it learn the original game?  The stable recipe, the published one and variants: same start, machine, minutes.
 
     python benchmarks/bench_learning.py --output-dir outputs/learning
-    python benchmarks/bench_learning.py --recipes stable --variants "entropic=--objective entropic"
+    python benchmarks/bench_learning.py --recipes --variants "entropic=--objective entropic"
+    python benchmarks/bench_learning.py --measured benchmarks/learning    # tables and figure of what is kept there
 
 Runs follow one another, each with the whole machine, through the program's own command line: first the stable recipe
 with its own number of steps for each seed, then every other one with the same minutes of training.  A variant is the
@@ -10,6 +11,8 @@ stable recipe with further options.  Before and after, the model is evaluated on
 wording; each sampled program plays one board.  After a run and outside of its time, the hundred best of the untrained
 model's programs (best of N) play the same boards in turn.  Prints tables and one JSON line and writes a figure
 (docs/learning.svg).  Exits with code 1 if a seed of the stable recipe misses one of the TARGETS.
+
+What was measured of a run is one JSON file in `--measured`; such a run is not repeated.
 """
 
 from __future__ import annotations
@@ -46,10 +49,11 @@ class Args:
     """What to run."""
 
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    recipes: tuple[Literal["stable", "published"], ...] = ("stable", "published")  # stable always runs
+    recipes: tuple[Literal["published"], ...] = ("published",)  # besides the stable one
     variants: tuple[str, ...] = ()  # NAME=OPTIONS: the stable recipe with further options
     games: int = 256  # held-out boards
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
+    measured: Path | None = None  # keeps what was measured of each run; by default the folder of the runs
     figure: Path = ROOT / "docs" / "learning.svg"
 
 
@@ -68,8 +72,6 @@ def options(args: Args) -> dict[str, list[str]]:
 class Run:
     """A finished run and what was measured of it afterwards."""
 
-    recipe: str
-    seed: int
     files: runs.Run
     hundred: evaluation.Score  # of best of N's hundred best programs on the first stage's held-out boards
     new: tuple[float, float]  # share of programs that the warm start never showed: first and last ten steps
@@ -122,13 +124,23 @@ def warm_start_programs() -> set[str | None]:
     return {program.extract_function(answer) for answer in answers}
 
 
-def read(recipe: str, seed: int, folder: Path, shown: set[str | None]) -> Run:
+def read(folder: Path, shown: set[str | None]) -> Run:
     """A finished run, from its folder."""
     files = runs.read_run(folder)
     steps = [[done.source for done in files.steps[number].attempts if done.plays] for number in sorted(files.steps)]
     first, last = ([source for step in part for source in step] for part in (steps[:10], steps[-10:]))
     new = [sum(source not in shown for source in part) / max(1, len(part)) for part in (first, last)]
-    return Run(recipe, seed, files, play_hundred(folder), (new[0], new[1]))
+    return Run(files, play_hundred(folder), (new[0], new[1]))
+
+
+def curve(run: Run, minutes: float = 0.5) -> list[tuple[float, float]]:
+    """Minutes of training, and mean log2 of the largest tile of a step's games: for each half minute on 4x4."""
+    slots: dict[int, list[float]] = {}
+    for number, step in run.files.steps.items():
+        if step.stage.startswith("4x4 "):
+            spent = run.files.curves["seconds/spent"][number] / 60
+            slots.setdefault(int(spent / minutes), []).append(run.files.curves["games/level"][number])
+    return [((slot + 0.5) * minutes, statistics.fmean(levels)) for slot, levels in sorted(slots.items())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,6 +187,26 @@ TABLES: dict[str, dict[str, Column]] = {
 }  # fmt: skip
 COLUMNS = {name: column for table in TABLES.values() for name, column in table.items()}
 
+
+@dataclass(frozen=True)
+class Measured:
+    """What is kept of a run: the figures in COLUMNS, and its curve."""
+
+    recipe: str
+    seed: int
+    figures: dict[str, Any]
+    curve: list[tuple[float, float]]
+
+    def shown(self, name: str) -> str:
+        """A figure for people."""
+        return format(self.figures[name], COLUMNS[name][1])
+
+
+def measure(recipe: str, seed: int, run: Run) -> Measured:
+    """All figures of a run."""
+    return Measured(recipe, seed, {name: figure(run) for name, (figure, _) in COLUMNS.items()}, curve(run))
+
+
 TARGETS = (("before", "<=", 0.03), ("after", ">=", 0.40), ("best", ">=", 0.75), ("best, 4096", ">=", 0.15),
            ("p, best against best of N", "<", 0.01), ("after above top hundred, log2", ">", 0),
            ("best above expert", ">", 0), ("greedy", "<", 0.02), ("rotation", "<", 0.02), ("random", "<", 0.02),
@@ -190,15 +222,15 @@ def summary(values: Sequence[Any], form: str) -> str:
     return f"{median} ({low} to {high})"
 
 
-def tables(group: Sequence[Run]) -> list[Table]:
+def tables(group: Sequence[Measured]) -> list[Table]:
     """One recipe's runs: one row for each, and a last line with the median."""
     made = []
     for title, columns in TABLES.items():
         made.append(Table("seed", *columns, title=f"{group[0].recipe}: {title}"))
         for run in group:
-            made[-1].add_row(str(run.seed), *(format(figure(run), form) for figure, form in columns.values()))
-        made[-1].add_row("median", *(summary([figure(run) for run in group], form)
-                                     for figure, form in columns.values()))  # fmt: skip
+            made[-1].add_row(str(run.seed), *map(run.shown, columns))
+        made[-1].add_row("median", *(summary([run.figures[name] for run in group], form)
+                                     for name, (_, form) in columns.items()))  # fmt: skip
     return made
 
 
@@ -212,15 +244,14 @@ class Target:
     met: bool  # in every seed
 
 
-def targets(stable: Sequence[Run]) -> list[Target]:
+def targets(stable: Sequence[Measured]) -> list[Target]:
     """Every target, checked in every seed of the stable recipe."""
     found = []
     for name, sign, bound in TARGETS:
-        figure, form = COLUMNS[name]
-        figures = tuple(figure(run) for run in stable)
+        figures = tuple(run.figures[name] for run in stable)
         met = all(SIGNS[sign](value, bound) for value in figures)
-        shown = tuple(format(value, form) for value in figures)
-        found.append(Target(f"{name} {sign} {format(bound, form)}", figures, shown, met))
+        shown = tuple(run.shown(name) for run in stable)
+        found.append(Target(f"{name} {sign} {format(bound, COLUMNS[name][1])}", figures, shown, met))
     return found
 
 
@@ -239,19 +270,9 @@ def text(x: float, y: float, words: str, anchor: str = "start", colour: str = GR
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
 
-def curve(run: Run, minutes: float = 0.5) -> list[tuple[float, float]]:
-    """Minutes of training, and mean log2 of the largest tile of a step's games: for each half minute on 4x4."""
-    slots: dict[int, list[float]] = {}
-    for number, step in run.files.steps.items():
-        if step.stage.startswith("4x4 "):
-            spent = run.files.curves["seconds/spent"][number] / 60
-            slots.setdefault(int(spent / minutes), []).append(run.files.curves["games/level"][number])
-    return [((slot + 0.5) * minutes, statistics.fmean(levels)) for slot, levels in sorted(slots.items())]
-
-
-def curves_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
+def curves_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[str]:
     """A line for each run that reached 4x4."""
-    lines = [(run.recipe, points) for run in measured if (points := curve(run))]
+    lines = [(run.recipe, run.curve) for run in measured if run.curve]
     minutes = max((x for _, points in lines for x, _ in points), default=0) + 0.25  # to the end of the half minute
     levels = [5.0, 11.0, *(y for _, points in lines for _, y in points)]
     low, high = min(levels), max(levels)
@@ -273,18 +294,18 @@ def curves_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
     return parts
 
 
-def dots_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
+def dots_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[str]:
     """A row for each player, a dot for each seed, and the median as a bar and in words."""
     stable = [run for run in measured if run.recipe == "stable"]
-    control = {"random moves": evaluation.RANDOM, "four keys in turn": evaluation.ROTATION, "greedy": evaluation.GREEDY,
-               "before training": evaluation.BEFORE}  # fmt: skip
+    control = {"random moves": "random", "four keys in turn": "rotation", "greedy": "greedy",
+               "before training": "before"}  # fmt: skip
     rows = [(name, GREY, stable, player) for name, player in control.items()]
     for recipe in list(colours)[1:]:
         group = [run for run in measured if run.recipe == recipe]
-        rows.append((f"{recipe}, after", colours[recipe], group, evaluation.AFTER))
-    rows += [("best of N, untrained", GREY, stable, evaluation.BEST_OF_N), ("expert", GREY, stable, evaluation.EXPERT),
-             ("after training", colours["stable"], stable, evaluation.AFTER),
-             ("best program", colours["stable"], stable, evaluation.BEST)]  # fmt: skip
+        rows.append((f"{recipe}, after", colours[recipe], group, "after"))
+    rows += [("best of N, untrained", GREY, stable, "best of N"), ("expert", GREY, stable, "expert"),
+             ("after training", colours["stable"], stable, "after"),
+             ("best program", colours["stable"], stable, "best")]  # fmt: skip
     parts = [text(RIGHT - 130, 14, "held-out 4x4 games that made 2048, a dot per seed")]
     for share in (0.0, 0.5, 1.0):
         x = RIGHT + share * RIGHT_WIDTH
@@ -292,7 +313,7 @@ def dots_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
                   text(x, TOP + HEIGHT + 18, f"{share:.0%}", "middle")]  # fmt: skip
     for i, (name, colour, group, player) in enumerate(rows):
         y = TOP + (i + 0.5) * HEIGHT / len(rows)
-        shares = [run.score(player).won for run in group]
+        shares = [run.figures[player] for run in group]
         median = statistics.median(shares)
         parts += [f'<circle cx="{RIGHT + share * RIGHT_WIDTH:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" opacity="0.6"/>'
                   for share in shares]  # fmt: skip
@@ -304,7 +325,7 @@ def dots_panel(measured: Sequence[Run], colours: dict[str, str]) -> list[str]:
     return parts
 
 
-def picture(measured: Sequence[Run]) -> str:
+def picture(measured: Sequence[Measured]) -> str:
     """The SVG."""
     colours = dict(zip(dict.fromkeys(run.recipe for run in measured), cycle(COLOURS), strict=False))
     parts = curves_panel(measured, colours) + dots_panel(measured, colours)
@@ -315,25 +336,29 @@ def picture(measured: Sequence[Run]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def train_all(args: Args, out: Path) -> list[Run]:
-    """All runs, one after the other."""
+def train_all(args: Args, out: Path) -> list[Measured]:
+    """All runs, one after the other, except those that were measured before."""
     machine.prepare_environment(offline=True)
     tiny.warm_start(program.tiny_task())
-    shown, measured, minutes = warm_start_programs(), list[Run](), dict.fromkeys(args.seeds, 0.0)
+    shown, measured, minutes = warm_start_programs(), list[Measured](), dict.fromkeys(args.seeds, 0.0)
+    kept = args.measured or out
+    kept.mkdir(parents=True, exist_ok=True)
     for recipe, words in options(args).items():
         for seed in args.seeds:
-            folder = out / f"{recipe}-{seed}"
-            train(folder, seed, words, minutes[seed], args.games)
-            run = read(recipe, seed, folder, shown)
-            measured.append(run)
+            file = kept / f"{recipe}-{seed}.json"
+            if not file.is_file():
+                train(out / file.stem, seed, words, minutes[seed], args.games)
+                run = measure(recipe, seed, read(out / file.stem, shown))
+                runs.write_whole(file, json.dumps(asdict(run)) + "\n")
+            measured.append(Measured(**runs.read_json(file)))
             if recipe == "stable":
-                minutes[seed] = run.files.result["minutes"]
-            print(recipe, seed, *(f"{name} {format(figure(run), form)}" for name, (figure, form) in COLUMNS.items()),
-                  sep="  ", file=sys.stderr, flush=True)  # fmt: skip
+                minutes[seed] = measured[-1].figures["minutes"]
+            print(recipe, seed, *(f"{name} {measured[-1].shown(name)}" for name in COLUMNS), sep="  ", file=sys.stderr,
+                  flush=True)  # fmt: skip
     return measured
 
 
-def conclude(args: Args, measured: Sequence[Run]) -> int:
+def conclude(args: Args, measured: Sequence[Measured]) -> int:
     """Print, draw, and return the exit code."""
     console = Console(width=160)
     for recipe in dict.fromkeys(run.recipe for run in measured):
@@ -345,10 +370,8 @@ def conclude(args: Args, measured: Sequence[Run]) -> int:
         table.add_row(target.text, ", ".join(target.shown), "met" if target.met else "missed")
     console.print(table)
     args.figure.write_text(picture(measured))
-    details = [{"recipe": run.recipe, "seed": run.seed, "result": run.files.result, "hundred": asdict(run.hundred),
-                "new": run.new} for run in measured]  # fmt: skip
     met = all(target.met for target in checked)
-    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "runs": details,
+    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "runs": list(map(asdict, measured)),
                       "targets": [asdict(target) for target in checked], "met": met}, default=str))  # fmt: skip
     return 0 if met else 1
 

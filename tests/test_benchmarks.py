@@ -62,7 +62,7 @@ def measured(learning: ModuleType, folder: Path, *recipes: str, **shares: float)
     for recipe in recipes:
         for seed in (1, 2):
             made_up_run(folder / f"{recipe}-{seed}", **shares)
-            found.append(learning.read(recipe, seed, folder / f"{recipe}-{seed}", set()))
+            found.append(learning.measure(recipe, seed, learning.read(folder / f"{recipe}-{seed}", set())))
     return found
 
 
@@ -95,13 +95,28 @@ def test_the_picture_has_a_curve_for_each_run_on_4x4_and_a_dot_for_each_score(
     learning: ModuleType, tmp_path: Path
 ) -> None:
     found = measured(learning, tmp_path, "stable", "published")
-    assert learning.curve(found[0]) == [(0.25, 6.0), (0.75, 7.0), (1.25, 8.5), (1.75, 10.0), (2.25, 11.0)]
+    assert found[0].curve == [(0.25, 6.0), (0.75, 7.0), (1.25, 8.5), (1.75, 10.0), (2.25, 11.0)]
     picture = ElementTree.fromstring(learning.picture(found))
     words = [element.text for element in picture if element.tag.endswith("text")]
     assert words.count("50%") == 3  # the axis and two rows
     assert {"published, after", "best program", "80%", "32", "2048"} <= set(words)
     assert sum(element.tag.endswith("polyline") for element in picture) == 4
     assert sum(element.tag.endswith("circle") for element in picture) == 2 * 9
+
+
+def test_a_run_that_was_measured_is_not_repeated(
+    learning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its figures and its curve come from the file, equal to those of its folder."""
+    (made,) = measured(learning, tmp_path / "runs", "stable")[:1]
+    (tmp_path / "stable-1.json").write_text(json.dumps(asdict(made)))
+    for module, name in ((learning.tiny, "warm_start"), (learning, "train"), (learning, "warm_start_programs")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    args = learning.Args(seeds=(1,), recipes=(), measured=tmp_path, figure=tmp_path / "figure.svg")
+    (read,) = learning.train_all(args, tmp_path / "runs")
+    assert asdict(read) == json.loads(json.dumps(asdict(made)))
+    assert [run.figures for run in (read, made)] == [made.figures] * 2
+    assert learning.picture([read]) == learning.picture([made])
 
 
 def test_variants_are_the_stable_recipe_with_further_options(learning: ModuleType) -> None:

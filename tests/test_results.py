@@ -129,11 +129,18 @@ def test_a_race_halves_the_programs_and_doubles_the_boards() -> None:
 
 
 def test_the_first_round_of_a_race_leaves_the_finalists() -> None:
-    boards, count = Boards(), 2 * programs.FINALISTS
+    most = programs.FINALISTS[0]
+    boards, count = Boards(), 2 * most
     found = raced(boards, [str(n) for n in range(count)])
     assert (found.played, found.ranking[0]) == (count, str(count - 1))
     second = {int(source) for source, board in boards.played if board == 1}
-    assert second == set(range(programs.FINALISTS, count))
+    assert second == set(range(most, count))
+
+
+@pytest.mark.parametrize(("games", "count"), [(1000, 32), (160, 32), (159, 16), (64, 16), (63, 8), (7, 2), (1, 2)])
+def test_as_many_finalists_stay_as_can_play_in_every_round(games: float, count: int) -> None:
+    """32 of 88 stayed, and the time of three rounds was not enough for a board with all that were left."""
+    assert programs.finalists(games) == count
 
 
 def test_a_race_keeps_to_its_time() -> None:

@@ -61,7 +61,7 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 
 # Choices, and how often each is composed.
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
-SEARCHES = {"value": 40, "best": 10, "expected": 50}  # the next board, the best board two moves on, with a tile between
+SEARCHES = {"value": 50, "best": 10, "expected": 40}  # the next board, the best board two moves on, with a tile between
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
 KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has

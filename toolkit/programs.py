@@ -278,7 +278,7 @@ def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: 
 # ---------------------------------------------------------------------------------------------------------------------
 # The best of many programs
 
-FINALISTS = 32  # programs that stay after the first round of a race
+FINALISTS = (32, 16, 8, 4, 2)  # how many programs may stay after the first round of a race
 CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
 
 
@@ -308,17 +308,23 @@ def play_in_order(
     return games
 
 
+def finalists(games: float) -> int:
+    """How many programs can be halved to one in so many games, if all that are left play a game in every round."""
+    return max((count for count in FINALISTS if count * (count.bit_length() - 1) <= games), default=2)
+
+
 def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
     """Find the best program by sequential halving (Karnin, Koren and Somekh 2013) within some seconds.
 
-    The first round plays one board, with as many programs as half of the time allows, in the given order; the FINALISTS
-    stay.  The others drop the worse half, by the mean log2 of the scores so far, and the next plays twice as many new
-    boards.  All programs of a round play the same boards.  The result is repeatable if the time suffices.
+    The first round plays one board, with as many programs as half of the time allows, in the given order; so many stay
+    that each later round has time for another board.  The others drop the worse half, by the mean log2 of the scores so
+    far, and the next plays up to twice as many new boards.  All programs of a round play the same boards.  The result
+    is repeatable if the time suffices.
     """
     left, lost = list(dict.fromkeys(sources)), list[str]()
     candidates, end, number = len(left), time.monotonic() + seconds, 0
     games: dict[str, list[GameResult]] = {source: [] for source in left}
-    boards = evaluator.boards(4 * FINALISTS, "race")
+    boards = evaluator.boards(4 * FINALISTS[0], "race")
 
     def level(source: str) -> float:
         return statistics.fmean(math.log2(max(1, game.score)) for game in games[source])
@@ -335,7 +341,8 @@ def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
             for source, game in zip(left, played, strict=True):
                 games[source].append(game)
         left.sort(key=level, reverse=True)
-        kept = (len(left) + 1) // 2 if number else FINALISTS
+        took = time.monotonic() - now
+        kept = (len(left) + 1) // 2 if number else finalists(len(left) * (end - now - took) / took)
         left, lost, number = left[:kept], left[kept:] + lost, number + 1
     ranking = (*left, *lost)
     best = games[ranking[0]] if ranking else []

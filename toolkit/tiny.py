@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-VERSION = 5  # part of the cache folder's name: raise it with every change that changes the weights
+VERSION = 6  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
 
 
