@@ -1452,7 +1452,7 @@ PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
     "scale_rewards": "group", "save_steps": 100, "ladder": ("6:2048",), "curriculum": False, "flat_reward": True,
-    "cut_off_price": 0.0, "skip_flat_groups": False, "max_grad_norm": 1.0}  # fmt: skip
+    "cut_off_price": 0.0, "skip_flat_groups": False, "max_grad_norm": 1.0, "entropy_coef": 0.0}  # fmt: skip
 
 
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:

@@ -198,7 +198,7 @@ def check_the_published_recipe() -> None:
     rows = program.training_set(config, ladder_of(*config.ladder))
     assert len({rows[i]["prompt"][0]["content"] for i in range(20)}) == 1
     assert (config.generations, config.learning_rate, config.accumulation, config.flat_reward) == (2, 5e-5, 4, True)
-    assert (config.ladder, config.curriculum) == (("6:2048",), False)
+    assert (config.ladder, config.curriculum, config.entropy_coef) == (("6:2048",), False, 0.0)
 
 
 def test_the_published_recipe_has_one_prompt() -> None:
