@@ -61,7 +61,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 try:
-    from toolkit import UsageError, archive, objectives
+    from toolkit import UsageError, archive, bars, objectives
     from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints
@@ -993,7 +993,7 @@ def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
     parses = source is not None and parse(source) is not None
     cheating = printable(find_cheating(source)) if source and parses else ""
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    if source is None or not parses:
+    if source is None or (job.completion and not parses):  # of a file, its player says what is wrong
         return _no_verdict(job, source, "none", "no_function", "no strategy(board) that Python can parse")
     if job.completion and cheating:
         works, _ = referee.play(source, dataclasses.replace(job, seeds=()))
@@ -1298,6 +1298,8 @@ class Stage(NamedTuple):
             raise ValueError(f"a stage is a board's size and a target, like 4:2048, not {text!r}")
         stage = cls(*map(int, text.split(":")))
         check_game(*stage)
+        if not 4 < stage.target <= 2 << stage.size**2:
+            raise ValueError(f"targets on {stage.size}x{stage.size} are tiles from 8 to {2 << stage.size**2}")
         return stage
 
 
@@ -1445,7 +1447,7 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 60, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "model": "tiny", "steps": 64, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
@@ -1483,7 +1485,7 @@ class PlayOptions:
     file: Path  # Python source that defines strategy(board)
     size: int = 4  # cells along each side of the board
     target: int = 2048  # the tile that wins
-    seeds: tuple[int, ...] = tuple(range(10))  # one game each; a strategy that searches could find such small seeds
+    seeds: Annotated[tuple[int, ...], (0, 1 << 63)] = tuple(range(10))  # a game each
     watch: bool = False  # replay the first game in the terminal
     delay: Annotated[float, (0.0, 60.0)] = 0.02  # seconds between its moves
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
@@ -1497,8 +1499,9 @@ class PlayConfig(PlayOptions, GameOptions):
 def check_config(config: Any) -> None:
     """Raise UsageError for a number out of its range, and for options that do not go together."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
         for low, high in getattr(hint, "__metadata__", ()):
-            if not low <= (value := getattr(config, name)) <= high:
+            if not all(low <= number <= high for number in (value if isinstance(value, tuple) else [value])):
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
     kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "vllm_server", "objective", "archive")
     needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
@@ -1508,14 +1511,14 @@ def check_config(config: Any) -> None:
     option = ""
     try:
         if isinstance(config, PlayConfig):
-            check_game(config.size, config.target)
+            Stage.read(f"{config.size}:{config.target}")
         for option in ("ladder", "held_out"):
             list(map(Stage.read, getattr(config, option, ())))
     except ValueError as error:
         raise UsageError(f"--{option.replace('_', '-')}{': ' * bool(option)}{error}") from None
     if empty := [name for name in ("seeds", "ladder", "held_out") if not getattr(config, name, True)]:
         raise UsageError(f"--{empty[0].replace('_', '-')} needs at least one value")
-    if (name := getattr(config, "run_name", "")) != Path(name).name or name == "..":
+    if (name := getattr(config, "run_name", "")) != Path(name).name or name == ".." or name != name.strip():
         raise UsageError(f"--run-name must be the name of one folder, not {name!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
@@ -1611,8 +1614,8 @@ def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], confi
     bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
     with torch.random.fork_rng(), torch.no_grad(), bf16:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
-        while len(texts) < len(prompts):
-            chats = [[{"role": "user", "content": asked}] for asked in prompts[len(texts) :][: config.eval_batch_size]]
+        for part in bars.in_parts(prompts, "sampling", config.eval_batch_size):
+            chats = [[{"role": "user", "content": asked}] for asked in part]
             batch = tokenizer.apply_chat_template(
                 chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
                 tokenizer_kwargs={"padding_side": "left"}, **template_arguments(config.reasoning),
@@ -1663,8 +1666,7 @@ class Evaluator:
         return Pool(1, shared_pool().jailed, priority=19)
 
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]:
-        """Answers to this stage's prompt, its wordings in turn.  Rank 0 samples.  With FSDP all ranks sample together,
-        because each holds a shard of the model."""
+        """Answers to this stage's prompt, its wordings in turn.  With FSDP all ranks sample: each holds a shard."""
         prompts = [build_prompt(self.size, self.target, self.config.keys, wording) for wording in wordings]
         asked = list(islice(cycle(prompts), count))
         sample = partial(sample_completions, model, tokenizer, asked, self.config)
@@ -1718,7 +1720,7 @@ class Rollouts:
 
         rows = [{"text": completion_text(completion), **dataclasses.asdict(verdict)}
                 for completion, verdict in zip(completions, judge(completions, **columns), strict=True)]  # fmt: skip
-        rows = [row | {"reward": round(values[2], 4), "total": round(values[-1], 4)}  # of strategy_succeeds; the sum
+        rows = [row | {"reward": round(values[-1], 4)}  # the sum
                 for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)]  # fmt: skip
         self.add({"step": self.last["step"] + 1, "size": columns["size"][0], "target": columns["target"][0],
                   "completions": rows})  # fmt: skip
@@ -1729,7 +1731,7 @@ class Rollouts:
     def add(self, row: dict[str, Any]) -> None:
         """Take note of a step, which is new or was read back from rollouts.jsonl."""
         self.last, completions = row, row["completions"]
-        self.flat = flat_groups([completion["total"] for completion in completions], self._group)
+        self.flat = flat_groups([completion["reward"] for completion in completions], self._group)
         for i in range(0, len(completions), self._group):
             games = [game for completion in completions[i : i + self._group] for game in completion["results"]]
             won = statistics.fmean(game["outcome"] == "success" for game in games)
@@ -1839,8 +1841,7 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
-    """Train, from the newest checkpoint if there is one, and leave the adapter in the run's folder.  Returns what was
-    observed; without the toolkit there is nothing to resume and to observe, so None."""
+    """Train, from the newest checkpoint if there is one, and save the adapter.  Returns None without the toolkit."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     best = None if ALONE else archive.Archive(config, tokenizer)
@@ -1865,12 +1866,11 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import machine, results, runs
-    from toolkit.ranks import join_ranks
+    from toolkit import machine, ranks, results, runs
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
-    machine.check_model(config.model, config.reasoning)
-    join_ranks(config, machine.prepare_environment)
+    machine.check_model(config.model, config.reasoning, config.max_seq_length)
+    ranks.join_ranks(config, machine.prepare_environment)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(runs.open_run, config))
     model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
@@ -1899,13 +1899,16 @@ def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
 # Commands
 
 
-def read_strategy(path: Path) -> str:
-    """A strategy file's text.  Raises UsageError."""
+def read_strategy(path: Path, pool: Pool) -> str:
+    """The text of a strategy file that loads.  Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        source = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"{path} cannot be read: {reason}") from None
+    if (verdict := pool.judge([Job(source, (0,), size=2, target=8)])[0]).works != "load":  # in a game of a few moves
+        raise UsageError(f"{path} does not load: {verdict.results[0].detail}")
+    return source
 
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
@@ -1914,26 +1917,23 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
 
     started = time.monotonic()
     evaluators = programs.held_out_games(map(Stage.read, config.held_out), partial(Evaluator, config))
+    pool = shared_pool(jailed=not config.unsafe_no_jail)
     if config.model.endswith(".py"):
-        source = read_strategy(Path(config.model))
-        if shared_pool(jailed=not config.unsafe_no_jail).judge([Job(source, ())])[0].works == "none":
-            raise UsageError(f"{config.model} defines no strategy(board) that Python can parse")
-        scores = programs.evaluate_program(evaluators, source)
+        scores = programs.evaluate_program(evaluators, read_strategy(Path(config.model), pool))
     else:
         config.model = machine.resolve_model(config.model)
-        machine.check_model(config.model, config.reasoning)
-        shared_pool(jailed=not config.unsafe_no_jail)
+        machine.check_model(config.model, config.reasoning, config.max_seq_length)
         loaded = load_model(config.model, config, partial(console.print, soft_wrap=True))
         scores = programs.evaluate_model(evaluators, *loaded)
-    return results.conclude_evaluation(config.model, evaluators, scores, shared_pool().jailed, started, console)
+    return results.conclude_evaluation(config.model, evaluators, scores, pool.jailed, started, console)
 
 
 def play(config: PlayConfig, console: Console) -> dict[str, Any]:
     """The play command.  Returns what --json prints."""
     from rich.table import Table
 
-    source = read_strategy(config.file)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
+    source = read_strategy(config.file, pool)
     (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys, config.timeout,
                                     record=True)  # fmt: skip
     if config.watch:

@@ -10,6 +10,7 @@ its secret, so that no strategy can work them out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -123,7 +124,8 @@ def main(args: Args) -> int:
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect)))  # fmt: skip
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
     return 0
 
 

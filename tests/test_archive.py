@@ -31,7 +31,7 @@ def archive(count: int = 2, **changes: Any) -> Archive:
 def step(number: int, size: int = 4, **programs: float) -> dict[str, Any]:
     """A line of rollouts.jsonl: the reward of each program, by the key that it returns."""
     completions = [
-        {"source": SOURCE.format(key), "works": "load", "cheating": "", "reward": reward, "total": reward,
+        {"source": SOURCE.format(key), "works": "load", "cheating": "", "reward": reward,
          "results": [{"outcome": "success" if reward == 20 else "lost", "max_tile": 64 if reward == 20 else 16}]}
         for key, reward in programs.items()]  # fmt: skip
     return {"step": number, "size": size, "target": 64, "completions": completions}

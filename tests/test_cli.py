@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import HELD_OUT, HONEST, run
 from toolkit.machine import resolve_model
+from toolkit.runs import keep_config, write_program
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 
@@ -86,6 +89,13 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["play"], "PATH"),
         (["play", "/dev/null", "--timeout", "-1"], "--timeout"),
         (["play", "/dev/null", "--size", "99"], "size"),
+        (["play", "/dev/null", "--size", "-4"], "'-4:2048'"),
+        (["play", "/dev/null", "--size", "3"], "targets on 3x3 are tiles from 8 to 1024"),
+        (["play", "/dev/null", "--target", "2"], "targets on 4x4 are tiles from 8 to 131072"),
+        (["play", "/dev/null", "--seeds", "1", "-1"], "--seeds"),
+        (["--ladder", "6:2048", "2:64"], "--ladder: targets on 2x2 are tiles from 8 to 32"),
+        (["--model", "tiny", "--run-name", " "], "--run-name"),
+        (["--model", "tiny", "--max-new-tokens", "5000"], "1024 positions: lower --max-new-tokens"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(
@@ -119,6 +129,23 @@ def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest
     path.write_bytes(b"\xff\xfe\x00")
     assert program.main(["play", str(path)]) == 2
     assert capsys.readouterr().err == f"error: {path} cannot be read: it is not UTF-8 text\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("def strategy(board):\n    return (\n", "SyntaxError: '(' was never closed (<strategy>, line 2)"),
+     ("def plan(board):\n    return 'a'\n", "no function strategy(board)"),
+     ("import os\n" + CONSTANT, "ImportError: os may not be imported here"),
+     ("x = 1 / 0\n" + CONSTANT, "ZeroDivisionError: division by zero")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["play", "eval"])
+def test_a_file_that_does_not_load_is_refused_with_the_reason(
+    command: str, source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    assert program.main([command, str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path} does not load: {said}")
 
 
 def test_play_prints_a_row_per_seed(honest: Path, call: Call) -> None:
@@ -156,6 +183,44 @@ def test_other_keys_reach_the_player(tmp_path: Path, call: Call) -> None:
     play = ("play", path, "--size", 6, "--seeds", 1, "--json", "--keys")
     by_layout = {keys: json.loads(call(*play, keys)[0])["games"]["1"]["outcome"] for keys in ("wasd", "bepo")}
     assert by_layout == {"wasd": "success", "bepo": "invalid_move"}
+
+
+def test_a_program_is_played_as_it_was_made(tmp_path: Path, call: Call) -> None:
+    """A run's best program for 4x4 in wasd was played in bépo, where its first key is invalid."""
+    path = tmp_path / "best_strategy.py"
+    made_for = program.TrainConfig(held_out=("6:64", "4:128"), keys="wasd", timeout=2.0)
+    write_program(path, HONEST.replace("éuai", "wasd"), made_for)
+    shown, said = call("play", path, "--seeds", 1, "--json")
+    told = json.loads(shown)
+    assert (told["size"], told["target"], told["games"]["1"]["outcome"]) == (6, 64, "success")
+    assert "--keys wasd" in said
+    told = json.loads(call("play", path, "--seeds", 1, "--json", "--target", 32, "--keys", "bepo")[0])
+    assert (told["target"], told["games"]["1"]["outcome"]) == (32, "invalid_move")
+
+
+@pytest.mark.parametrize("timeout", ['[5, "--unsafe-no-jail"]', '"5 --unsafe-no-jail"', '"--unsafe-no-jail"'])
+def test_a_program_cannot_switch_the_jail_off(
+    timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options in its first line are written by whoever wrote the file."""
+    path = tmp_path / "hostile.py"
+    path.write_text(f'# made for {{"held_out": ["4:2048"], "timeout": {timeout}}}\n{CONSTANT}')
+    assert program.main(["play", str(path), "--json"]) == 2
+    assert capsys.readouterr().err == f"error: {path} is damaged: restore it, or use another folder\n"
+
+
+def test_an_adapter_is_evaluated_as_it_was_trained(tmp_path: Path) -> None:
+    """A run on other boards and keys showed 0% on 6x6 in bépo."""
+    run, adapter = tmp_path / "run", tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    made_for = program.TrainConfig(held_out=("4:256", "3:64"), keys="wasd", max_new_tokens=64)
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(made_for), default=str))
+    keep_config(run, adapter)
+    copied = Path(shutil.copytree(adapter, tmp_path / "copied"))
+    for place in (run, adapter, copied):
+        config = program.parse_arguments(["eval", str(place), "--games", "4", "--held-out", "4:512"])
+        assert isinstance(config, program.EvalConfig)
+        assert (config.held_out, config.keys, config.max_new_tokens) == (("4:512",), "wasd", 64)
 
 
 def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call: Call) -> None:

@@ -176,15 +176,32 @@ def test_an_adapter_with_a_pair_for_each_expert_becomes_one_that_peft_loads(lear
         assert torch.allclose(wrappers[name].get_delta_weight("default")[int(number)], change, atol=1e-5)
 
 
-def test_the_default_is_an_adapter_in_lora_model(
+def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
     learned: Path, expected: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Exports landed in the current folder, and the second one was refused."""
     import torch
     from peft import AutoPeftModelForCausalLM
 
-    monkeypatch.chdir(tmp_path)
-    assert program.main(["export", str(learned)]) == 0
-    assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora_model")), expected)
+    run, here = Path(shutil.copytree(learned, tmp_path / "run")), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for _ in range(2):
+        assert program.main(["export", str(run)]) == 0
+    assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(run / "export" / "lora")), expected)
+    assert not list(here.iterdir())
+
+
+def test_a_damaged_adapter_gets_one_line(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = Path(shutil.copytree(learned / "adapter", tmp_path / "adapter"))
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert program.main(["export", str(adapter)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: weights of {adapter} or of")
+    assert not (adapter / "export" / "lora").exists()
 
 
 def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:

@@ -310,8 +310,8 @@ def test_the_doctor_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFix
 def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -> None:
     told, text = examined(H100, DoctorConfig(str(gpt_oss)))
     assert told["fit"]
-    assert told["warnings"] == lines(text, "warning") == ["memory"]
-    assert lines(text, "ok") == ["settings", "jail", "model"]
+    assert (told["warnings"], lines(text, "warning")) == (["memory"], ["fits"])
+    assert lines(text, "ok") == ["jail", "model"]
     told, text = examined(GB10, DoctorConfig(str(gpt_oss)))
     assert told["warnings"] == []
     assert told["checks"]["memory"] == "about 17 GB needed"
@@ -408,6 +408,16 @@ def test_the_hub_s_refusals_say_what_to_do(tmp_path: Path, hub: FakeHub) -> None
     hub.repositories["meta/Llama"]["gated"] = True
     with pytest.raises(UsageError, match="meta/Llama is gated: accept its licence on its page, then set HF_TOKEN"):
         check_model("meta/Llama", "none")
+
+
+def test_a_folder_that_is_not_there_is_no_matter_of_the_hub(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`eval outputs/nope` said that the hub cannot be reached."""
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="there is no folder outputs/nope: the hub has no model"):
+        check_model("outputs/nope", "none")
 
 
 def test_without_a_hub_a_cached_model_is_used(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_rank_has_the_objective_of_its_own_groups(monkeypatch: pytest.MonkeyPa
     import torch
 
     config = program.TrainConfig(objective="max_at_k", max_at=2, generations=2, batch_size=4)
-    completions = [{"total": total} for total in (3.0, 1.0, 1.0, 5.0, 1.0, 3.0, 5.0, 1.0)]
+    completions = [{"reward": total} for total in (3.0, 1.0, 1.0, 5.0, 1.0, 3.0, 5.0, 1.0)]
     monkeypatch.setattr(objectives, "RANK", 1)
     batch = {"advantages": torch.tensor([-1.0, 1.0, 2.0, -2.0])}
     assert objectives.with_objective(batch, completions, config)["advantages"].tolist() == [-1.0, 1.0, 2.0, -2.0]
@@ -137,7 +137,7 @@ def check_a_real_step(folder: str) -> None:
 
     trainer._generate_and_score_completions = noting
     trainer.train()
-    totals = [row["total"] for row in rollouts.last["completions"]]
+    totals = [row["reward"] for row in rollouts.last["completions"]]
     assert rollouts.flat != [True, True]
     assert usual[0] != used[0]
     for i in (0, 8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,20 @@ def address() -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
+
+
+def test_ctrl_c_ends_the_server_without_a_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, SERVER, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE,
+                          text=True) as server:  # fmt: skip
+        assert wait_until(lambda: answers(port), 60)
+        server.send_signal(signal.SIGINT)
+        try:
+            assert "Traceback" not in server.communicate(timeout=60)[1]
+        finally:
+            server.kill()
+    assert server.returncode == 0
 
 
 def answers(port: int) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.helpers import HELD_OUT, descendants, wait_until, without_seconds
+from toolkit import UsageError
 from toolkit.evaluation import board_key
 
 FORESEES = """
@@ -61,6 +62,10 @@ def test_the_key_of_the_boards_is_kept_and_secret(tmp_path: Path, monkeypatch: p
         file.write_text("another machine's")
         board_key.cache_clear()
         assert program.board_seeds(2, held_out=True) != first
+        file.write_text("")  # as after a full disk
+        board_key.cache_clear()
+        with pytest.raises(UsageError, match="board_key is empty: remove it"):
+            program.board_seeds(2)
     finally:
         board_key.cache_clear()
 
@@ -166,7 +171,7 @@ def test_a_file_without_a_strategy_is_named(tmp_path: Path, capsys: pytest.Captu
     assert program.main(["eval", str(path), "--games", "2"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "broken.py defines no strategy(board)" in said
+    assert "broken.py does not load: no function strategy(board)" in said
 
 
 def test_names_are_not_read_as_markup(

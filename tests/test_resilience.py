@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
 def won_step(step: int, stage: program.Stage) -> dict[str, Any]:
     """A line of rollouts.jsonl whose two completions win their game."""
     game = {"seed": step, "outcome": "success", "max_tile": stage.target, "detail": ""}
-    done = {"text": "", "source": "", "works": "load", "cheating": "", "reward": 20.0, "total": 22.0, "results": [game]}
+    done = {"text": "", "source": "", "works": "load", "cheating": "", "reward": 22.0, "results": [game]}
     return {"step": step, **stage._asdict(), "completions": [done, done]}
 
 
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
     [
         (["--learning-rate", "0.5"], "--learning-rate was 0.001 when run began: leave it out, or choose another"),
         (["--model", "someone/else"], "--model was tiny when run began"),
-        (["--steps", "7"], f"--steps was {STEPS} when run began"),
+        (["--steps", "1"], f"--steps was {STEPS} when run began"),
     ],
 )
 def test_other_numbers_do_not_go_on_with_a_run(
@@ -223,8 +223,21 @@ def test_other_numbers_do_not_go_on_with_a_run(
 def test_a_finished_run_is_left_alone(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = numbers_of(undisturbed)
     assert program.main(command(undisturbed.parent)) == 2
-    assert capsys.readouterr().err == f"error: {undisturbed} is finished: choose another --run-name\n"
+    said = f"error: {undisturbed} is finished: train on with more --steps, or choose another --run-name\n"
+    assert capsys.readouterr().err == said
     assert numbers_of(undisturbed) == before
+
+
+def test_a_finished_run_is_trained_further(undisturbed: Path, tmp_path: Path) -> None:
+    """With more steps.  Its first result stays beside the new one."""
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "run", symlinks=True))
+    done = run(*command(tmp_path, steps=STEPS + 1))
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {STEPS}; the learning rate is that of {STEPS + 1} steps" in done.stdout
+    steps = [json.loads(line)["step"] for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 2))
+    results = [json.loads((folder / name).read_text()) for name in (f"result-{STEPS}.json", "result.json")]
+    assert [result["steps"] for result in results] == [STEPS, STEPS + 1]
 
 
 def test_a_strange_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,16 @@ def trainer_in(run: Path) -> Any:
     return Trainer
 
 
+def test_a_run_without_a_checkpoint_forgets_its_steps(tmp_path: Path) -> None:
+    """Steps 1 to 3 of a run that was killed before its first checkpoint stood before steps 1 to 5 of the next start."""
+    kept = ["before.json", "config.json"]
+    for name in (*kept, "rollouts.jsonl", "events.out.tfevents.1"):
+        (tmp_path / name).touch()
+    assert runs.forget_steps(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert not runs.forget_steps(tmp_path)
+
+
 def test_a_checkpoint_appears_when_it_is_complete(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path)
     trainer(1)._save_checkpoint(None, None)
@@ -189,7 +199,7 @@ def test_a_run_that_has_begun_keeps_its_config(tmp_path: Path) -> None:
     assert runs.stored_config(run, Config) == Config(tmp_path, run_name="run", learning_rate=0.5)
 
 
-@pytest.mark.parametrize(("file", "said"), [("result.json", "is finished: choose"), ("thesis.txt", "no run of this")])
+@pytest.mark.parametrize(("file", "said"), [("result.json", "is finished: train on"), ("thesis.txt", "no run of this")])
 def test_other_folders_are_left_alone(file: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / file).touch()
@@ -219,6 +229,20 @@ def test_a_config_of_an_older_version_gets_defaults(tmp_path: Path) -> None:
     run = begun(tmp_path)
     (run / "config.json").write_text('{"learning_rate": 0.25, "gone": 1, "resume": true, "json": true}')
     assert runs.stored_config(run, Config) == Config(tmp_path, run_name="run", learning_rate=0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", "config.json is damaged"), ("7", "config.json is damaged"),
+     ('{"keep": "three"}', "config.json: keep cannot be 'three'"),
+     ('{"model": null}', "config.json: model cannot be None")],
+)  # fmt: skip
+def test_a_config_of_wrong_types_is_named(text: str, said: str, tmp_path: Path) -> None:
+    """With an empty list, other options were said to have been auto when the run began."""
+    run = begun(tmp_path)
+    (run / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        runs.stored_config(run, Config)
 
 
 def test_what_may_not_change_is_named(tmp_path: Path) -> None:
@@ -262,7 +286,7 @@ def test_a_missing_file_of_a_run_that_is_there_is_no_removal(tmp_path: Path) -> 
 
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     checkpoint(tmp_path, 7)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     monkeypatch.setattr(time, "sleep", lambda _: None)
@@ -337,7 +361,7 @@ def test_a_score_is_written_and_read_with_the_same_fields() -> None:
 
 def test_a_game_is_won_when_its_target_was_made() -> None:
     tiles = 64, 128, 256, 4
-    assert evaluation.score(tiles, 128) == evaluation.Score(4, 0.5, 0.15, 0.85, 96.0, 5.75, tiles)
+    assert evaluation.score(tiles, 128) == evaluation.Score(4, 0.5, 0.15, 0.85, 64, 5.75, tiles)
     assert evaluation.score((), 128) == evaluation.Score(0, 0.0, 0.0, 1.0, 0.0, 0.0, ())
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.list_engine import slide
-from toolkit import compose, tiny
+from toolkit import UsageError, compose, tiny
 from toolkit.programs import moves_source
 
 SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
@@ -89,7 +89,7 @@ def test_what_changes_the_weights_also_changes_the_version(tmp_path: Path) -> No
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     losses: list[float] = []
     tiny.warm_start(tasks[0], 5, SMALL, tmp_path / "tiny", lambda step, steps, loss: losses.append(loss))
-    assert (tiny.VERSION, digest) == (6, "53126f3e26b01f0e")
+    assert (tiny.VERSION, digest) == (7, "7039210316bd0e8f")
     assert losses == pytest.approx([7.1432, 6.7480], rel=1e-3)
 
 
@@ -106,6 +106,22 @@ def test_the_cache_is_only_for_the_default_config() -> None:
     """Cache folders are not named after the config, so a test's small model would be mistaken for the real one."""
     with pytest.raises(ValueError, match="name a folder"):
         tiny.warm_start(program.tiny_task(), config=SMALL)
+
+
+def test_a_damaged_model_is_made_again(tmp_path: Path) -> None:
+    """A cached model that was cut short could not be loaded, and nothing said what to remove."""
+    folder = tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "tiny")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:5000])
+    tiny.warm_start(program.tiny_task(), config=SMALL, folder=folder)
+    assert weights.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(UsageError, match=r"cache cannot be written \(.*\): set XDG_CACHE_HOME to another folder"):
+        tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "cache" / "tiny")
 
 
 def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,17 @@ def test_the_log_holds_sources_and_rewards_that_can_be_checked(trained: Run, poo
     """Judging a logged completion again gives the logged reward."""
     row = max((row for step in trained.rollouts for row in step["completions"]), key=lambda row: float(row["reward"]))
     seeds = [game["seed"] for game in row["results"]]
-    rewards = program.strategy_succeeds([row["text"]], seeds=[seeds], size=[SIZE], target=[TARGET])
-    assert rewards == [pytest.approx(row["reward"], abs=1e-4)]  # logged with four digits
+    columns = {"seeds": [seeds], "size": [SIZE], "target": [TARGET]}
+    rewards = [reward([row["text"]], **columns)[0] for reward in program.REWARDS]  # this answer was not cut off
+    assert sum(rewards) == pytest.approx(row["reward"], abs=1e-4)  # logged with four digits
+
+
+def test_the_log_and_the_curves_show_one_reward(trained: Run) -> None:
+    """The log and the terminal had one of four rewards, TensorBoard their sum."""
+    curve = read_curves(trained.folder)["reward"]
+    means = {step["step"]: statistics.fmean(row["reward"] for row in step["completions"]) for step in trained.rollouts}
+    assert curve == pytest.approx(means, abs=1e-3)
+    assert f"reward {means[1]:5.2f}" in trained.stderr
 
 
 def test_checkpoints_curves_and_adapter_are_written(trained: Run) -> None:

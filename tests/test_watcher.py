@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from toolkit.runs import OUTCOMES
 HEALTHY = watch.StepSummary(
     size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0,
     reward=8.0, spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
-    jailed=0.0)  # fmt: skip
+    jailed=0.0, usual=frozenset())  # fmt: skip
 
 
 def watcher_of(**options: Any) -> watch.Watcher:
@@ -97,10 +98,10 @@ def test_it_is_said_when_random_moves_would_do_as_well() -> None:
     assert watcher.look(better, {}) == ""
 
 
-def last_view(troubles: list[str], source: str = "def strategy(board):") -> str:
+def last_view(troubles: list[str], source: str = "def strategy(board):", width: int = 100, height: int = 40) -> str:
     """The terminal's text after so many steps with rising rewards."""
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, color_system=None, width=100)
+    console = Console(file=screen, force_terminal=True, color_system=None, width=width, height=height)
     with watch.TrainingView(console, steps=9) as view:
         for number, trouble in enumerate(troubles, 1):
             screen.truncate(screen.seek(0))
@@ -114,6 +115,23 @@ def test_a_terminal_has_one_view_of_it_all() -> None:
     for part in ("step 3/9", "0:06:00 left", "▁▅█", "success 25%  lost 75%", "tile 512 in step 2", "def strategy"):
         assert part in shown
     assert "warning" not in shown
+
+
+def test_the_view_fits_a_small_terminal() -> None:
+    """Its line of figures was 86 characters long, and the program alone had 18 lines."""
+    shown = last_view(["", "", "all lost"], "\n".join(f"line {i} " + 100 * "x" for i in range(50)), width=80, height=24)
+    lines = [re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", line) for line in shown.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    assert "distinct  90%" in shown
+
+
+def test_of_a_program_the_view_shows_what_others_do_not_have() -> None:
+    """The panel ended before the part in which good programs differ."""
+    usual = ["def slide(row):", "    return row", "def strategy(board):"]
+    source = "\n".join([usual[0], "    x = 1", *usual[1:], "    return 'a'"])
+    assert watch.excerpt(source, usual, 9) == "...\n    x = 1\n...\n    return 'a'"
+    assert watch.excerpt("\n".join(usual), usual, 2) == "def slide(row):\n    return row\n..."
 
 
 def test_a_trouble_stands_there_for_as_long_as_it_lasts() -> None:

@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import UsageError
+from toolkit import UsageError, bars
 from toolkit.ranks import RANK, RANKS, SHARDED
 
 if TYPE_CHECKING:
@@ -110,6 +110,21 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     return config
 
 
+def with_own_game(config: Any, argv: list[str], prog: str) -> Any:
+    """The config of eval or play with the game that its model or program was made for, unless options name another."""
+    from toolkit import machine, runs
+
+    fields = {field.name for field in dataclasses.fields(config)}
+    if getattr(config, "reasoning", "none") != "none":
+        fields.remove("max_new_tokens")  # the effort that is asked for has its own
+    path = config.file if "file" in fields else Path(machine.resolve_model(config.model))
+    options = runs.options_of(path, fields)
+    made_for = parse(type(config), [*options, *argv], prog) if options else config
+    if made_for != config:
+        print(f"as {path} was made: {' '.join(options)}", file=sys.stderr)
+    return made_for
+
+
 def parse_arguments(
     argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
 ) -> Any:
@@ -119,6 +134,8 @@ def parse_arguments(
     options that do not go together.
     """
     name, rest = split(argv, commands)
+    if rest and name == "train" and not rest[0].startswith("-"):  # train's options all have names
+        raise UsageError(f"no command {rest[0]!r}: one of {', '.join(commands)}")
     script = sys.modules[commands["train"][1].__module__]
     prog = f"{Path(str(script.__file__)).name} {name}"
     if RANKS > 1 and name != "train":
@@ -127,6 +144,8 @@ def parse_arguments(
         print(inspect.getdoc(script))
     kind = commands[name][0]
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
+    if name in ("eval", "play"):
+        config = with_own_game(config, rest, prog)
     check(config)
     return config
 
@@ -144,11 +163,18 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
 
         as_json = getattr(config, "json", False)
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            result = run(config, Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False))
+            console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)
+            if not getattr(config, "quiet", False):
+                bars.show_on(console)
+            result = run(config, console)
         if as_json and RANK == 0:
             print(json.dumps(result), file=real_stdout)
     except UsageError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
+              file=sys.stderr)  # fmt: skip
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

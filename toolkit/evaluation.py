@@ -44,7 +44,9 @@ def board_key() -> str:
             with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
                 os.link(new, file)
             new.unlink()
-        return file.read_text()
+        if not (key := file.read_text()):
+            raise UsageError(f"{file} is empty: remove it, and boards are drawn anew")
+        return key
     except OSError as error:
         raise UsageError(f"{file} cannot be stored ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 
@@ -67,7 +69,7 @@ class Score:
     won: float  # share of games that made the target
     won_low: float  # 95% interval (Wilson)
     won_high: float
-    largest_tile_median: float
+    largest_tile_median: float  # the lower of two, which is a tile
     mean_log2_tile: float  # of the largest tiles
     tiles: tuple[int, ...]  # the largest tile of each game, in the order of the boards
 
@@ -76,7 +78,7 @@ def score(largest_tiles: Sequence[int], target: int) -> Score:
     """Sum up one game per board by its largest tile.  A game that made the target is won, however it ended."""
     games, won = len(largest_tiles), sum(tile >= target for tile in largest_tiles)
     low, high = wilson_interval(won, games)
-    median = statistics.median(largest_tiles) if largest_tiles else 0.0
+    median = statistics.median_low(largest_tiles) if largest_tiles else 0.0
     level = statistics.fmean(map(math.log2, largest_tiles)) if largest_tiles else 0.0
     return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, round(level, 4),
                  tuple(largest_tiles))  # fmt: skip

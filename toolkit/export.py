@@ -31,7 +31,7 @@ from toolkit.machine import (
     check_model,
     parameter_shapes,
 )
-from toolkit.runs import read_json
+from toolkit.runs import keep_config, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class ExportConfig:
 
     source: Path  # a run's folder, one of its checkpoints, or an adapter's folder
     format: Literal["lora", "merged_16bit", "mxfp4"] = "lora"  # the adapter, or the whole model (mxfp4: gpt-oss only)
-    output_dir: Path | None = None  # default: lora_model, merged_16bit_model or mxfp4_model
+    output_dir: Path | None = None  # default: export/FORMAT in the run's folder, where a new export replaces an old one
     base: str = ""  # model to merge the adapter into; default: the one it was trained on
     push_to_hub: str = ""  # also upload the folder to this hub repository: OWNER/NAME
     private: bool = True  # make a new hub repository private
@@ -282,6 +282,8 @@ from transformers import AutoTokenizer
 model = {loader}.from_pretrained(FOLDER, dtype="auto", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
+
+`python gpt_2048_rl.py eval FOLDER` shows it at work.
 {config}"""
 
 
@@ -372,6 +374,9 @@ def write_export(source: Path, adapter: Path, base: str, format: str, folder: Pa
             for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
                 shutil.copy(file, made)  # the tokenizer
         (made / "README.md").write_text(model_card(base, format, find_run(source)), encoding="utf-8")
+        keep_config(find_run(source), made)
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
         made.rename(folder)
 
 
@@ -382,8 +387,8 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     adapter = find_adapter(config.source)
-    folder = config.output_dir or Path("lora_model" if config.format == "lora" else f"{config.format}_model")
-    if folder.exists():
+    folder = config.output_dir or find_run(config.source) / "export" / config.format
+    if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
     if layout := tiny.layout_of(Path(base)):
@@ -395,11 +400,15 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     if config.push_to_hub:
         check_token()
     say("loading torch and transformers")
+    from safetensors import SafetensorError
+
     try:
         write_export(config.source, adapter, base, config.format, folder, say)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{folder} cannot be written ({reason}): choose another --output-dir") from None
+    except SafetensorError as error:
+        raise UsageError(f"weights of {adapter} or of {base} are damaged ({error}): export a checkpoint") from None
     say(f"{config.format} of {config.source} is in {folder}")
     if config.push_to_hub:
         say(f"uploading to {config.push_to_hub}")

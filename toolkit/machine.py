@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import logging
 import math
 import os
 import re
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit import UsageError, cache_folder
 from toolkit.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.runs import read_json
-from toolkit.tiny import Task, every_tenth, layout_of, warm_start
+from toolkit.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
 
 if TYPE_CHECKING:
     import torch
@@ -292,13 +294,19 @@ def check_hub(name: str) -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def check_model(name: str, reasoning: str) -> None:
-    """Raise UsageError for a model that is not there or cannot be used like this, before anything expensive starts."""
-    folder = Path(name)
-    if reasoning != "none" and (name == "tiny" or layout_of(adapter_base(name))):
+def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
+    """Raise UsageError for a model that is not there or cannot be used like this, before anything expensive starts.
+
+    `tokens` is the longest prompt with its completion.
+    """
+    folder, base = Path(name), adapter_base(name)
+    if reasoning != "none" and (name == "tiny" or layout_of(base)):
         raise UsageError("the embedded model cannot reason: use --reasoning none")
+    known = read_json((base or folder) / "config.json") if name != "tiny" else {"max_position_embeddings": POSITIONS}
+    if tokens > (positions := known.get("max_position_embeddings") or tokens):
+        raise UsageError(f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
+                         "--max-new-tokens or --max-seq-length")  # fmt: skip
     if folder.is_dir():
-        base = adapter_base(name)
         if base is None and "model_type" not in read_json(folder / "config.json"):
             raise UsageError(f"{name} holds no model: it needs a model's config.json or an adapter_config.json")
         if base and base.is_absolute() and not base.exists() and not layout_of(base):
@@ -306,7 +314,10 @@ def check_model(name: str, reasoning: str) -> None:
         if base is None:
             check_template(name, {file.name for file in folder.iterdir()}, folder.joinpath)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        check_hub(name)
+        try:
+            check_hub(name)
+        except UsageError as error:
+            raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
     elif name != "tiny":
         raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
 
@@ -429,7 +440,10 @@ def prepare(
     prepare_environment(offline=local)
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
     if not plain:
-        import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
+        gpu = gpu_is_there()
+        logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)
+        with contextlib.nullcontext() if gpu else contextlib.redirect_stdout(io.StringIO()):
+            import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -525,10 +539,13 @@ def doctor(
             checks[part] = str(error)
             wrong.append(part)
     table = Table("", "", "", box=None, show_header=False)
-    for row in (*rows, *((library, version, "") for library, version in versions.items())):
+    found = {library: "not installed" if version == "0.0" else version for library, version in versions.items()}
+    for row in (*rows, *((library, version, "") for library, version in found.items())):
         table.add_row(*row)
     for part, text in checks.items():
-        table.add_row(part, "NO" if part in wrong else "warning" if part in warnings else "ok", text)
+        if part != "settings" or part in wrong:  # otherwise the table has begun with them
+            mark = "NO" if part in wrong else "warning" if part in warnings else "ok"
+            table.add_row("fits" if part == "memory" else part, mark, text)
     console.print(table)
     return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
             "warnings": warnings, "fit": not wrong}  # fmt: skip

@@ -89,7 +89,7 @@ def with_objective(
     `completions` are those of all ranks, with the sum of their rewards.  A batch holds the groups of its own rank.
     """
     usual = batch["advantages"].tolist()  # (B,)
-    totals = [row["total"] for row in completions[RANK * len(usual) : (RANK + 1) * len(usual)]]  # (B,)
+    totals = [row["reward"] for row in completions[RANK * len(usual) : (RANK + 1) * len(usual)]]  # (B,)
     advantages: list[float] = []
     for i in range(0, len(usual), config.generations):
         rewards = totals[i : i + config.generations]

@@ -14,10 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit import UsageError, evaluation, stage_name
+from toolkit.bars import in_parts
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
@@ -197,9 +199,14 @@ def score(evaluator: Evaluator, games: Sequence[GameResult]) -> evaluation.Score
     return evaluation.score([game.max_tile for game in games], evaluator.target)
 
 
+CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
+PART = 4 * CHUNK  # games between two looks at the bar
+
+
 def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[evaluation.Score]:
     """The programs' scores on the held-out boards."""
-    return [score(evaluator, games) for games in evaluator.play(sources, evaluator.held_out)]
+    parts = [evaluator.play(sources, boards) for boards in in_parts(evaluator.held_out, "playing", PART)]
+    return [score(evaluator, list(chain(*games))) for games in zip(*parts, strict=True)]
 
 
 def evaluate_all(evaluator: Evaluator, programs: Mapping[str, str]) -> dict[str, evaluation.Score]:
@@ -257,8 +264,9 @@ def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: A
     scores = {}
     for stage, evaluator in evaluators.items():
         answers = evaluator.answers(model, tokenizer, len(evaluator.held_out), (-1,))
-        verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out])
-        scores[stage] = score(evaluator, [verdict.results[0] for verdict in verdicts])
+        games = list(zip(answers, ([board] for board in evaluator.held_out), strict=True))
+        verdicts = [evaluator.judge(*zip(*part, strict=True)) for part in in_parts(games, "playing", PART)]
+        scores[stage] = score(evaluator, [verdict.results[0] for verdict in chain(*verdicts)])
     return scores
 
 
@@ -269,8 +277,9 @@ def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: 
     """
     with model.disable_adapter():
         answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings))
-    verdicts = evaluator.judge(answers, [evaluator.boards(1, "untrained")] * len(answers))
-    scores = {verdict.source: verdict.results[0].score for verdict in verdicts
+    board = evaluator.boards(1, "untrained")
+    verdicts = [evaluator.judge(part, [board] * len(part)) for part in in_parts(answers, "playing", 4 * PART)]
+    scores = {verdict.source: verdict.results[0].score for verdict in chain(*verdicts)
               if verdict.source and verdict.works == "load" and not verdict.cheating}  # fmt: skip
     return sorted(scores, key=scores.__getitem__, reverse=True)
 
@@ -279,7 +288,6 @@ def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: 
 # The best of many programs
 
 FINALISTS = (32, 16, 8, 4, 2)  # how many programs may stay after the first round of a race
-CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
 
 
 @dataclass(frozen=True)

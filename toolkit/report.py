@@ -184,6 +184,7 @@ def chart(title: str, curves: Mapping[str, Mapping[int, float]], form: Form, sta
 <div class="plot"><div aria-hidden="true">{"".join(f"<span>{tick}</span>" for tick in ticks)}</div>
 <svg viewBox="0 0 1000 400" preserveAspectRatio="none" role="img" aria-label="{text(title)}, by step">
 {shapes(scaled, low, high, stacked)}<line class="mark" y2="400"/></svg>
+<div class="steps" aria-hidden="true"><span>step {steps[0]}</span><span>{steps[-1]}</span></div>
 <input type="range" min="0" max="{len(steps) - 1}" value="{len(steps) - 1}" aria-label="{text(title)}: step"></div>
 <p class="readout"></p></figure>"""
 
@@ -233,9 +234,10 @@ def curve_charts(run: Run) -> str:
 
     outcomes = {name.replace("_", " "): run.curves.get(f"outcomes/{name}", {}) for name in OUTCOMES}
     return grid(
-        chart("Reward of an answer", named(all_rewards="reward", its_games="games/reward"), "number"),
+        chart("Reward of an answer", named(mean="reward"), "number"),
         chart("How games ended", outcomes, "percent", stacked=True),
-        chart("Largest tile", named(target="games/target", median_of_games="games/largest_tile"), "tile"),
+        chart("Largest tile (a game ends at its target)",
+              named(target="games/target", median_of_games="games/largest_tile"), "tile"),
         chart("Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"),
     )  # fmt: skip
 
@@ -386,7 +388,7 @@ class CompareConfig:
     """Compare several runs, with paired tests on the held-out boards that both of two runs played."""
 
     runs: tuple[Path, ...]  # their folders
-    output: Path = Path("compare.html")  # the page to write
+    output: Path | None = None  # the page to write; default: compare.html beside the first run's folder
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
@@ -398,11 +400,12 @@ def show_stage(console: Console, stage: str, scores: Mapping[str, Score], pairs:
     for name, score in scores.items():
         table.add_row(name, f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
                       f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
-    tests = Table(f"{stage}, board by board", f"only one made {target}", "p (McNemar)", "higher tile", "p (sign)",
+    tests = Table(f"{stage}, board by board", f"only one\nmade {target}", "p\n(McNemar)", "higher\ntile", "p\n(sign)",
                   "boards")  # fmt: skip
     for pair in pairs:
-        tests.add_row(f"{pair.first} against {pair.second}", f"{pair.won_first} : {pair.won_second}",
-                      f"{pair.won_p:.3g}", f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.3g}",
+        (first, player), (second, _) = (name.rsplit(", ", 1) for name in (pair.first, pair.second))
+        tests.add_row(f"{player}:\n{first} : {second}", f"{pair.won_first} : {pair.won_second}", f"{pair.won_p:.2g}",
+                      f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.2g}",
                       str(pair.boards))  # fmt: skip
     console.print(table, tests, sep="\n")
 
@@ -411,22 +414,25 @@ def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
     """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
     runs = read_runs(config.runs)
     pairs = pairs_between({name: run.held_out for name, run in runs.items()})
-    write_comparison(runs, pairs, config.output)
+    page = write_comparison(runs, pairs, config.output or config.runs[0].resolve().parent / "compare.html")
     for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
         scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}
         show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
     console.print("Both tests are exact, two-sided and not corrected for multiple testing. "
-                  f"The page is {config.output}", highlight=False, soft_wrap=True)  # fmt: skip
+                  f"The page is {page}", highlight=False, soft_wrap=True)  # fmt: skip
     printed = {name: {stage: {"target": played.target, **dataclasses.asdict(played.scores[AFTER]),
                               "by_board": played.by_board(AFTER)} for stage, played in run.held_out.items()}
                for name, run in runs.items()}  # fmt: skip
-    return {"page": str(config.output), "runs": printed, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
+    return {"page": str(page), "runs": printed, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report of each folder again.  Returns the exit code."""
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return 0
     if not argv:
-        print("error: name the folder of at least one run", file=sys.stderr)
+        print("error: name the folder of at least one run: python -m toolkit.report outputs/RUN", file=sys.stderr)
         return 2
     try:
         for folder in argv:

@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import evaluation, report, runs, watch
+from toolkit.bars import in_parts
+from toolkit.export import model_card
+from toolkit.machine import adapter_base
 from toolkit.programs import (
+    PART,
     Evaluator,
     GameResult,
     Race,
@@ -62,9 +67,11 @@ def keep_best(
     if not found.ranking:
         return found, []
     source = found.ranking[0]
-    (games,) = evaluator.play([source], evaluator.held_out[:boards], record=True)
+    parts = (evaluator.play([source], part, record=True)[0] for part in
+             in_parts(evaluator.held_out[:boards], "playing", PART))  # fmt: skip
+    games = list(chain(*parts))
     game = best_game(evaluator, games)
-    runs.write_whole(run / "best_strategy.py", source + "\n")
+    runs.write_program(run / "best_strategy.py", source, evaluator.config)
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     watch.show_best(run, step, source, game)
     return found, games
@@ -74,7 +81,7 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, untrained: Sequence[str], se
     """Find the best of the untrained model's programs as the run's best is found, and leave it in the run's folder."""
     found = race(evaluator, untrained, seconds)
     if found.ranking:
-        runs.write_whole(run / f"{BEST_OF_N}.py", found.ranking[0] + "\n")
+        runs.write_program(run / f"{BEST_OF_N}.py", found.ranking[0], evaluator.config)
         runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
     return found
 
@@ -89,11 +96,11 @@ def write_result(
     """
     evaluator, run = progress.evaluator, progress.run
     seconds = evaluator.config.race_seconds
-    say("choosing the best program of the run")
+    say(f"choosing the best program of the run, in {seconds:.0f} s")
     best, games = keep_best(evaluator, run, progress.steps, seconds)
     races, untaught = {"best": best.summary()}, dict[str, str]()
     if untrained:
-        say(f"choosing the best of {len(untrained)} programs of the untrained model")
+        say(f"choosing the best of {len(untrained)} programs of the untrained model, in {seconds:.0f} s")
         found = keep_best_of_n(evaluator, run, untrained, seconds)
         untaught[BEST_OF_N], races[BEST_OF_N] = found.ranking[0], {"sampled": count, **found.summary()}
     say("playing the held-out boards with the controls")
@@ -114,6 +121,9 @@ def write_result(
         "seconds": round(time.monotonic() - started, 1),
     }
     runs.write_result(run, result)
+    card = model_card(str(adapter_base(str(run / "adapter"))), "lora", run)
+    for folder in (run, run / "adapter"):  # instead of the libraries' own
+        runs.write_whole(folder / "README.md", card)
     say(report.try_report(run))
     return result, best.ranking[0] if best.ranking else ""
 
@@ -128,6 +138,7 @@ def conclude(
     evaluator, run = progress.evaluator, progress.run
     config = evaluator.config
     say: Callable[[Any], None] = (lambda _: None) if config.quiet else partial(console.print, soft_wrap=True)
+    by_first_rank(partial(runs.keep_config, run, run / "adapter"))
     if progress.interrupted:
         say("choosing the best program so far (Ctrl-C skips this)")
         by_first_rank(partial(keep_best, evaluator, run, progress.steps, QUICK_SECONDS, QUICK_BOARDS))
@@ -136,14 +147,19 @@ def conclude(
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.collapsed:
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
-    say(f"playing {config.games} held-out boards with the trained model")
-    after = evaluate_model(progress.evaluators, model, tokenizer)
-    count = progress.result()["judged"] if config.best_of < 0 else config.best_of
-    if count:
-        say(f"sampling {count} programs from the untrained model")
-    untrained = untrained_programs(evaluator, model, tokenizer, count)
-    write = partial(write_result, progress, after, count, untrained, jailed, started, say)
-    result, source = by_first_rank(write)
+    try:
+        say(f"playing {config.games} held-out boards with the trained model")
+        after = evaluate_model(progress.evaluators, model, tokenizer)
+        count = progress.result()["judged"] if config.best_of < 0 else config.best_of
+        if count:
+            say(f"sampling {count} programs from the untrained model")
+        untrained = untrained_programs(evaluator, model, tokenizer, count)
+        write = partial(write_result, progress, after, count, untrained, jailed, started, say)
+        result, source = by_first_rank(write)
+    except KeyboardInterrupt:
+        say(report.try_report(run))
+        say(f"training is complete, its evaluation is not; to repeat that: --run-name {run.name}")
+        raise
     watch.show_scores(console, result)
     if source:
         say(f"the best program ({run / 'best_strategy.py'}):\n\n{source}")

@@ -2,12 +2,14 @@
 
 A run writes these files to OUTPUT_DIR/RUN_NAME:
 
-    config.json         the config it began with            origin.json    when, with which versions, from which commit
-    checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step
+    config.json         its config                          origin.json    when, with which versions, from which commit
+    checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step.  Each has the
+                        config in training_config.json
     before.json         the untrained model's scores
     rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
     events.out.*        TensorBoard's curves
-    result.json         the scores on the held-out boards; a run without it can be resumed
+    result.json         the scores on the held-out boards; a run without it can be resumed, one with it needs more steps
+    result-STEPS.json   the result before more steps
     best_strategy.py, best_game.json, report.html
     best_of_n.py, best_of_n.json    the best programs of the untrained model
 """
@@ -20,8 +22,10 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -56,7 +60,10 @@ def naming(file: Path) -> Iterator[None]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file.  Raises UsageError if the file is damaged."""
     with naming(file):
-        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError
+        return found
 
 
 def bring_to_disk(path: Path) -> None:
@@ -89,6 +96,7 @@ def point(link: Path, name: str) -> None:
 # Checkpoints
 
 UNFINISHED = ".unfinished"  # the folder in which a checkpoint is written
+TRAINING = "training_config.json"  # a run's config.json, in its checkpoints and its adapter
 DIGESTS = "digests.json"  # SHA-256 of a checkpoint's files
 
 
@@ -119,11 +127,28 @@ def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
+def forget_steps(run: Path) -> bool:
+    """Remove the steps and curves of a run without a checkpoint.  Whether there were any."""
+    files = [file for file in (run / "rollouts.jsonl", *run.glob("events.out.*")) if file.is_file()]
+    for file in files:
+        file.unlink()
+    return bool(files)
+
+
+def keep_config(run: Path, folder: Path) -> None:
+    """Leave a run's config in an adapter's folder, which so knows its game wherever it is copied to."""
+    config = read_json(run / "config.json")
+    config.pop("output_dir", None)  # a path on this machine
+    if folder.is_dir() and config:
+        write_whole(folder / TRAINING, json.dumps(config, indent=2) + "\n")
+
+
 def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
     """Move a checkpoint into the run's folder once all of it is on the disk, then remove the oldest ones.
 
     `best` makes the link `best` point to it.  The checkpoint behind that link is never removed.
     """
+    keep_config(run, written)
     write_whole(written / DIGESTS, json.dumps(digests(written), indent=2) + "\n")
     bring_to_disk(written)
     place = run / written.name
@@ -216,7 +241,8 @@ def lock(run: Path) -> io.TextIOBase:
 def open_run(config: RunConfig) -> Path:
     """The run's folder: a new one with its config.json, or an existing one to resume.  `latest` points to it.
 
-    Raises UsageError if the run is finished, another process trains in it, or the folder cannot be written.
+    A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
+    UsageError if the run is finished, another process trains in it, or the folder cannot be written.
     """
     from toolkit.machine import library_versions  # machine.py imports this file
 
@@ -224,8 +250,10 @@ def open_run(config: RunConfig) -> Path:
     run = config.output_dir / name
     try:
         run.mkdir(parents=True, exist_ok=True)
-        if (run / "result.json").exists():
-            raise UsageError(f"{run} is finished: choose another --run-name")
+        stored, steps = read_json(run / "config.json"), getattr(config, "steps", 0)
+        longer = steps > stored.get("steps", math.inf)
+        if (run / "result.json").exists() and not longer:
+            raise UsageError(f"{run} is finished: train on with more --steps, or choose another --run-name")
         if not (run / "config.json").exists():
             if any(path.name != "origin.json" and path.name[0] != "." for path in run.iterdir()):
                 raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
@@ -234,6 +262,12 @@ def open_run(config: RunConfig) -> Path:
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
         lock(run)
+        if longer:
+            if result := read_json(run / "result.json"):
+                if not newest_checkpoint(run, lambda _: None):
+                    raise UsageError(f"{run} has no checkpoint to train on from: choose another --run-name")
+                (run / "result.json").rename(run / f"result-{result['steps']}.json")
+            write_whole(run / "config.json", json.dumps(stored | {"steps": steps}, indent=2) + "\n")
         point(config.output_dir / "latest", name)
     except OSError as error:
         raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
@@ -254,21 +288,69 @@ def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
 
 
 def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
-    """The config that a run began with.  Fields that its version did not have get their defaults."""
+    """A run's config.  Fields that its version did not have get their defaults.
+
+    Raises UsageError for a value of another type than its default.
+    """
     stored = read_json(run / "config.json")
     stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     known = {field.name: stored[field.name] for field in dataclasses.fields(kind) if field.name in stored}
+    for field in dataclasses.fields(kind):
+        like, value = field.default, known.get(field.name)
+        kinds = (int, float) if type(like) in (int, float) else type(like)
+        if isinstance(like, int | float | str | tuple) and field.name in known and not isinstance(value, kinds):
+            raise UsageError(f"{run / 'config.json'}: {field.name} cannot be {value!r}: restore it, or begin a new run")
     return kind(**known | {"output_dir": run.parent, "run_name": run.name, "resume": False, "json": False})
 
 
 def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
     """Raise UsageError if a resumed run would get another value for a field that must stay as it was."""
     for name, value in vars(stored).items():
-        if name in changeable or name in ("output_dir", "run_name"):
+        asked = getattr(config, name)
+        if name in changeable or name in ("output_dir", "run_name") or (name == "steps" and asked > value):
             continue
-        if getattr(config, name) != value:
+        if asked != value:
             raise UsageError(f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
                              "choose another --run-name")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The game of a program or an adapter
+
+MADE_FOR = "# made for "  # first words of a program's file; the game follows as JSON
+GAME_OPTIONS = ("held_out", "size", "target", "keys", "timeout", "reasoning", "temperature", "max_new_tokens")
+
+
+def write_program(file: Path, source: str, config: Any) -> None:
+    """Write a program that a run has found, below a comment that names its game."""
+    game = {"held_out": config.held_out, "keys": config.keys, "timeout": config.timeout}
+    write_whole(file, f"{MADE_FOR}{json.dumps(game)}\n{source}\n")
+
+
+def options_of(path: Path, names: Container[str]) -> list[str]:
+    """The options of a command line, as far as they have one of `names`, with which a program or an adapter was made.
+
+    Empty for programs and models from elsewhere.  Raises UsageError if the file that says it is damaged.
+    """
+    game: dict[str, Any] = {}
+    if path.suffix == ".py":
+        with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+            first = file.readline()
+            if first.startswith(MADE_FOR):
+                with naming(path):
+                    game = json.loads(first.removeprefix(MADE_FOR))
+    else:
+        game = read_json(path / TRAINING)
+    words: list[str] = []
+    with naming(path):
+        if game:
+            game["size"], game["target"] = game["held_out"][0].split(":")
+        for name in (name for name in GAME_OPTIONS if name in game and name in names):
+            values = game[name] if name == "held_out" else [game[name]]
+            if not all(re.fullmatch(r"[\w.:]+", str(value)) for value in values):  # or it could name another option
+                raise ValueError
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,6 +515,7 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
     """TensorBoard's curves by name, without values that are not finite.  Of a step logged twice, the last counts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run repeats steps is no matter
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
     events.Reload()
     return {tag.removeprefix("train/"): {e.step: e.value for e in events.Scalars(tag) if math.isfinite(e.value)}

@@ -10,6 +10,7 @@ Shapes: B answers, P tokens of the prompt, T tokens of the longest answer, V tok
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -20,14 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import cache_folder, compose
+from toolkit import UsageError, cache_folder, compose
 
 if TYPE_CHECKING:
     import torch
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-VERSION = 6  # part of the cache folder's name: raise it with every change that changes the weights
+VERSION = 7  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
+POSITIONS = 1024  # tokens of a prompt with its answer, at most
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def train_tokenizer(
     tokenizer.add_tokens([AddedToken(part, normalized=False) for part in sorted(parts)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|return|>", pad_token="<|endoftext|>",
-        padding_side="left", model_max_length=1024, chat_template=CHAT_TEMPLATE)  # fmt: skip
+        padding_side="left", model_max_length=POSITIONS, chat_template=CHAT_TEMPLATE)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class WarmStartConfig:
     steps: int = 320  # of the warm start, each with new conversations
     batch: int = 48  # answers per step, all to the same prompt
     lr: float = 3e-3
-    temperature: float = 0.9  # the head's weights are divided by it: a third as many sampled programs are broken
+    temperature: float = 0.85  # the head's weights are divided by it: fewer sampled programs are broken
 
 
 DEFAULT_CONFIG = WarmStartConfig()
@@ -151,7 +153,7 @@ def untrained_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast)
         vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.hidden,
         num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
         head_dim=config.hidden // config.heads, num_local_experts=config.experts,
-        num_experts_per_tok=config.experts_per_token, max_position_embeddings=1024, initializer_range=config.init,
+        num_experts_per_tok=config.experts_per_token, max_position_embeddings=POSITIONS, initializer_range=config.init,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, router_aux_loss_coef=0.0,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)  # fmt: skip
@@ -236,6 +238,17 @@ def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]
     return progress
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a model is in a folder, and no file of it is cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", "np"):
+            return all(json.loads((folder / f"{name}.json").read_text()) for name in ("config", "tokenizer"))
+    except (OSError, ValueError, SafetensorError):
+        return False
+
+
 def warm_start(
     task: Task,
     seed: int = SEED,
@@ -243,7 +256,7 @@ def warm_start(
     folder: Path | None = None,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Path:
-    """Train the embedded model unless its folder is there already.  Returns the folder.
+    """Train the embedded model unless its folder is there already, undamaged.  Returns the folder.
 
     `folder` None is the user's cache, which only keeps models with the default config.  `progress` gets (step, steps,
     loss) after each step.  The folder is written next to its final place and then renamed, so it is never incomplete.
@@ -252,17 +265,23 @@ def warm_start(
         if config != DEFAULT_CONFIG:
             raise ValueError("the cache only keeps models with the default config: name a folder")
         folder = folder_of(task.layout, seed)
-    if (folder / "config.json").is_file():
+    if is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder.parent))
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder.parent))
+    except OSError as error:
+        raise UsageError(f"{folder.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
+                         ) from None  # fmt: skip
     try:
         train_model(unfinished, task, seed, config, progress)
         unfinished.chmod(0o755)
         try:
             unfinished.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # else another run was faster, and its model is the same
+            if not is_whole(folder):  # else another run was faster, and its model is the same
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

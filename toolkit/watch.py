@@ -8,7 +8,7 @@ import statistics
 import textwrap
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -67,13 +67,14 @@ class StepSummary:
     distinct: float  # share of completions that differ from all earlier ones of their group
     identical: bool  # every group consists of one text
     flat: float  # share of groups whose rewards are all equal, so that there is no gradient
-    reward: float  # mean of strategy_succeeds
+    reward: float  # mean over the completions
     spread: float  # its standard deviation
     largest_tile: float  # median over the games
     level: float  # mean of log2 of the largest tiles
     tiles: Mapping[int, float]  # share of games by largest tile
     outcomes: Mapping[str, float]  # share of games by outcome
     jailed: float  # share of games that the jail ended
+    usual: frozenset[str]  # lines that more than half of the programs have
 
     @classmethod
     def of(cls, row: Mapping[str, Any], flat: Sequence[bool], random_won: float) -> StepSummary:
@@ -83,6 +84,8 @@ class StepSummary:
         games = [game for completion in completions for game in completion["results"]]
         texts = [completion["text"] for completion in completions]
         distinct = [len(set(texts[i : i + size])) for i in range(0, len(texts), size)]
+        sources = [completion["source"] or "" for completion in completions]
+        lines = Counter(line for source in sources for line in set(source.splitlines()))
         tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
         rewards = [completion["reward"] for completion in completions]
         return cls(
@@ -97,11 +100,12 @@ class StepSummary:
             flat=statistics.fmean(flat),
             reward=statistics.fmean(rewards),
             spread=statistics.pstdev(rewards),
-            largest_tile=statistics.median(game["max_tile"] for game in games),
+            largest_tile=statistics.median_low(game["max_tile"] for game in games),
             level=statistics.fmean(exponents(games)),
             tiles={tile: count / len(games) for tile, count in sorted(tiles.items())},
             outcomes={outcome: outcomes[outcome] / len(games) for outcome in runs.OUTCOMES},
             jailed=statistics.fmean(ended_by_the_jail(game) for game in games),
+            usual=frozenset(line for line, count in lines.items() if 2 * count > len(sources)),
         )
 
     @property
@@ -119,7 +123,7 @@ class StepSummary:
 
     def curves(self) -> dict[str, float]:
         """Every number by the name of its curve."""
-        numbers = {f"games/{name}": float(value) for name, value in vars(self).items() if not isinstance(value, dict)}
+        numbers = {f"games/{name}": float(n) for name, n in vars(self).items() if isinstance(n, int | float)}
         outcomes = {f"outcomes/{name}": share for name, share in self.outcomes.items()}
         reached = {f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
                    for n in range(5, 18)}  # fmt: skip
@@ -229,6 +233,21 @@ def small_curve(values: Sequence[float], width: int = 48) -> str:
     return "".join(bars[round((value - low) / (high - low or 1.0) * (len(bars) - 1))] for value in values)
 
 
+def excerpt(source: str, usual: Container[str], most: int) -> str:
+    """At most so many lines of a program: those that most other programs do not have, and "..." for the rest."""
+    lines, shown = visible(source).splitlines(), list[str]()
+    for line in lines:
+        if line not in usual or shown[-1:] != ["..."]:
+            shown.append("..." if line in usual else line)
+    shown = lines if {*shown} <= {"..."} else shown
+    return "\n".join(shown[:most] + ["..."] * (len(shown) > most))
+
+
+LEGEND = """\
+reward: mean of a step's answers, ± standard deviation; won: games that made the target; loads: answers with a program
+that loads; distinct: answers that differ within their group, which is all answers to one prompt"""
+
+
 class TrainingView:
     """Training in a terminal: one view that is kept up to date; elsewhere a line for each step."""
 
@@ -241,8 +260,7 @@ class TrainingView:
         self._seconds: deque[float] = deque(maxlen=10)
 
     def __enter__(self) -> TrainingView:
-        if self._live:
-            self._live.start()
+        self.say(LEGEND, style="dim")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -260,12 +278,12 @@ class TrainingView:
         """Show a step.  `warning` is what the watcher says now, `trouble` what it sees; `best` is the best program so
         far with its mean tile and its step."""
         count = f"step {number:{len(str(self._steps))}d}/{self._steps}"
-        line = f"{step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s"
         if not self._live:
-            self.say(f"{count}  {line}")
+            self.say(f"{count}  {step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s")
             if warning:
                 self.say(f"  warning: {warning}", style="bold yellow")
             return
+        self._live.start()  # not before the first step, because it would hide the bars of the evaluation
         from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -277,21 +295,21 @@ class TrainingView:
         left = statistics.fmean(self._seconds) * (self._steps - number)
         ends = "  ".join(f"{outcome} {share:.0%}" for outcome, share in step.outcomes.items() if share)
         head = Table.grid(padding=(0, 2))
-        head.add_row(count, ProgressBar(self._steps, number, width=40), f"about {timedelta(seconds=round(left))} left")
+        head.add_row(count, ProgressBar(self._steps, number, width=30), f"about {timedelta(seconds=round(left))} left")
         parts: list[Any] = [
             head,
-            Text(line),
+            Text(step.line()),
             Text(f"reward {small_curve(self._rewards)}"),
             Text(f"games: {ends}"),
+            Text(f"{tokens:.0f} tokens an answer, {seconds:.1f} s a step"),
             Text(f"warning: {trouble}" if trouble else "", style="bold yellow"),
         ]
         if best:
             source, tile, found = best
-            lines = visible(source).splitlines()
-            shown = "\n".join(lines[:16] + ["..."] * (len(lines) > 16))
-            parts.append(
-                Panel(Text(shown), title=f"best program so far: tile {tile:.0f} in step {found}", expand=False)
-            )
+            most = max(4, self._console.height - 10)
+            shown = Text(excerpt(source, step.usual, most), overflow="ellipsis", no_wrap=True)
+            title = f"best program so far, without the usual lines: tile {tile:.0f} in step {found}"
+            parts.append(Panel(shown, title=title, expand=False))
         self._live.update(Group(*parts), refresh=True)
 
 
@@ -503,9 +521,9 @@ class Progress:
         step = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
         if checkpoint:
             self._resume(checkpoint, step)
-            self._view.say(f"resuming after step {step}")
-        else:
-            (self.run / "rollouts.jsonl").unlink(missing_ok=True)
+            self._view.say(f"resuming after step {step}; the learning rate is that of {self._config.steps} steps")
+        elif by_first_rank(partial(runs.forget_steps, self.run)):
+            self._view.say("no checkpoint is left to resume from: training starts again at step 1")
         self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
         self._trainer.add_callback(callback(self))
         if RANK == 0:
