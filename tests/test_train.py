@@ -255,12 +255,12 @@ def test_groups_of_a_step_and_stages_that_climb(base: Path, tmp_path: Path) -> N
                "learning-rate": 1e-5, "curriculum-groups": 4, "curriculum-bar": 0.3}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags, *HELD_OUT,
-               "--ladder", "5:4", "4:4")  # fmt: skip
+               "--ladder", "5:8", "4:8")  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "climbs"
     steps = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     stages = list(dict.fromkeys((step["size"], step["target"]) for step in steps))
-    assert stages == [(5, 4), (4, 4), (4, 8)][: len(stages)]
+    assert stages == [(5, 8), (4, 8), (4, 16)][: len(stages)]
     assert len(steps) == 7
     assert len(stages) >= 2
     names = [stage_name(*stage) for stage in stages]
