@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,13 +42,24 @@ def test_ctrl_c_ends_the_server_without_a_traceback() -> None:
         port = free.getsockname()[1]
     with subprocess.Popen([sys.executable, SERVER, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE,
                           text=True) as server:  # fmt: skip
-        assert wait_until(lambda: answers(port), 60)
+        assert wait_until(lambda: serves(port), 60)
         server.send_signal(signal.SIGINT)
         try:
             assert "Traceback" not in server.communicate(timeout=60)[1]
         finally:
             server.kill()
     assert server.returncode == 0
+
+
+def serves(port: int) -> bool:
+    """Whether the server has started: it listens before."""
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def answers(port: int) -> bool:
