@@ -71,5 +71,5 @@ def test_the_workers_import_only_the_standard_library() -> None:
 
 def test_every_fault_of_the_mutants_still_stands_in_one_place() -> None:
     """A fault whose line has changed says nothing about the tests."""
-    for fault in mutants.FAULTS:
-        mutants.find(fault, ROOT)
+    found = [mutants.find(fault, ROOT) for fault in mutants.FAULTS]  # raises unless a piece stands in one place
+    assert sum(text != file.read_text() for file, text in found) == 40
