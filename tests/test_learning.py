@@ -13,7 +13,7 @@ import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.programs import PROGRAMS, REWARD_BOARDS, SKILL_BOARDS, recorded_games, refereed, wrongly_paid
 from tests.test_rewards import fenced
-from toolkit import watch
+from toolkit import watcher
 
 BOARDS = tuple(range(101, 109))
 
@@ -102,8 +102,8 @@ def look(sources: list[str]) -> str:
     rows = [{"text": source, "reward": total, **dataclasses.asdict(verdict)}
             for source, total, verdict in zip(sources, totals, games(sources, **columns), strict=True)]  # fmt: skip
     row = {"size": 6, "target": 2048, "completions": rows}
-    summary = watch.StepSummary.of(row, program.flat_groups(totals, len(rows)), 1.0)
-    return watch.Watcher(program.TrainConfig(curriculum=False)).look(summary, {})
+    summary = watcher.StepSummary.of(row, program.flat_groups(totals, len(rows)), 1.0)
+    return watcher.Watcher(program.TrainConfig(curriculum=False)).look(summary, {})
 
 
 def test_equal_rewards_are_flat_whatever_their_last_digit() -> None:

@@ -17,7 +17,7 @@ from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import programs, results, stage_name
 from toolkit.runs import OUTCOMES, read_curves
-from toolkit.watch import sampled_curves
+from toolkit.watcher import sampled_curves
 
 
 def check_the_channel(base: str) -> None:

@@ -16,18 +16,18 @@ from safetensors.numpy import load_file
 import gpt_2048_rl as program
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit import tiny, watch
+from toolkit import tiny, watch, watcher
 from toolkit.runs import OUTCOMES
 
-HEALTHY = watch.StepSummary(
+HEALTHY = watcher.StepSummary(
     size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0,
     reward=8.0, spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
     jailed=0.0, usual=frozenset())  # fmt: skip
 
 
-def watcher_of(**options: Any) -> watch.Watcher:
+def watcher_of(**options: Any) -> watcher.Watcher:
     """A watcher with these options, where the stage stays."""
-    return watch.Watcher(program.TrainConfig(**{"curriculum": False, **options}))
+    return watcher.Watcher(program.TrainConfig(**{"curriculum": False, **options}))
 
 
 def test_a_healthy_step_is_silent() -> None:

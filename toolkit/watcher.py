@@ -1,0 +1,211 @@
+"""What the completions of one step say, and the watcher: every known way in which training goes wrong has a name."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toolkit import runs, stage_name
+
+
+class WatchedConfig(Protocol):
+    """What is read of a run's options."""
+
+    steps: int
+    minutes: float
+    games: int
+    save_steps: int
+    patience: int
+    curriculum: bool
+    repeat_warning: int
+    kl_warning: float
+    sampled_every: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+ENDED_BY_THE_JAIL = ("the player's process", "MemoryError", "PermissionError")  # how the details of such games begin
+
+
+def ended_by_the_jail(game: Mapping[str, Any]) -> bool:
+    """Whether the jail ended a game, and not the rules or the program."""
+    return bool(game["outcome"] == "error" and game["detail"].startswith(ENDED_BY_THE_JAIL))
+
+
+def exponents(games: Iterable[Mapping[str, Any]]) -> list[float]:
+    """log2 of each game's largest tile."""
+    return [math.log2(max(1, game["max_tile"])) for game in games]
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What the completions of one step say: its line in the terminal, the watcher's evidence, and curves."""
+
+    size: int  # of the boards
+    target: int
+    random_won: float  # share of games in which random legal moves make this target
+    won: float  # share of games
+    works: float  # share of completions whose strategy loads
+    cheating: float  # share of completions
+    distinct: float  # share of completions that differ from all earlier ones of their group
+    identical: bool  # every group consists of one text
+    flat: float  # share of groups whose rewards are all equal, so that there is no gradient
+    reward: float  # mean over the completions
+    spread: float  # its standard deviation
+    largest_tile: float  # median over the games
+    level: float  # mean of log2 of the largest tiles
+    tiles: Mapping[int, float]  # share of games by largest tile
+    outcomes: Mapping[str, float]  # share of games by outcome
+    jailed: float  # share of games that the jail ended
+    usual: frozenset[str]  # lines that more than half of the programs have
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], flat: Sequence[bool], random_won: float) -> StepSummary:
+        """Sum up a line of rollouts.jsonl; `flat` says of each group whether it has no gradient."""
+        completions = row["completions"]
+        size = len(completions) // len(flat)
+        games = [game for completion in completions for game in completion["results"]]
+        texts = [completion["text"] for completion in completions]
+        distinct = [len(set(texts[i : i + size])) for i in range(0, len(texts), size)]
+        sources = [completion["source"] or "" for completion in completions]
+        lines = Counter(line for source in sources for line in set(source.splitlines()))
+        tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
+        rewards = [completion["reward"] for completion in completions]
+        return cls(
+            size=row["size"],
+            target=row["target"],
+            random_won=random_won,
+            won=outcomes["success"] / len(games),
+            works=statistics.fmean(completion["works"] == "load" for completion in completions),
+            cheating=statistics.fmean(bool(completion["cheating"]) for completion in completions),
+            distinct=sum(distinct) / len(texts),
+            identical=set(distinct) == {1},
+            flat=statistics.fmean(flat),
+            reward=statistics.fmean(rewards),
+            spread=statistics.pstdev(rewards),
+            largest_tile=statistics.median_low(game["max_tile"] for game in games),
+            level=statistics.fmean(exponents(games)),
+            tiles={tile: count / len(games) for tile, count in sorted(tiles.items())},
+            outcomes={outcome: outcomes[outcome] / len(games) for outcome in runs.OUTCOMES},
+            jailed=statistics.fmean(ended_by_the_jail(game) for game in games),
+            usual=frozenset(line for line, count in lines.items() if 2 * count > len(sources)),
+        )
+
+    @property
+    def stage(self) -> str:
+        """Board and target for people."""
+        return stage_name(self.size, self.target)
+
+    def line(self) -> str:
+        """The step for people."""
+        return (
+            f"reward {self.reward:5.2f} ±{self.spread:5.2f}  won {self.won:4.0%} at {self.stage}  "
+            f"loads {self.works:4.0%}  distinct {self.distinct:4.0%}"
+            + (f"  no gradient in {self.flat:.0%} of groups" if self.flat else "")
+        )
+
+    def curves(self) -> dict[str, float]:
+        """Every number by the name of its curve."""
+        numbers = {f"games/{name}": float(n) for name, n in vars(self).items() if isinstance(n, int | float)}
+        outcomes = {f"outcomes/{name}": share for name, share in self.outcomes.items()}
+        reached = {f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
+                   for n in range(5, 18)}  # fmt: skip
+        return numbers | outcomes | reached
+
+
+def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> dict[str, float]:
+    """KL divergence of the policy from the model without adapters, and its entropy; both in nats a token.
+
+    Exact over the vocabulary, at the first tokens of a batch's first completions.  TRL and Unsloth log these only with
+    some losses, and on a GPU a `kl` of 0.
+    """
+    import torch
+
+    kl, entropy, count = 0.0, 0.0, 0
+    for row in range(min(rows, len(batch["completion_ids"]))):
+        prompt, answer = (
+            batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
+        )
+        ids = torch.cat((prompt, answer[:tokens]))[None]  # (1, P + T)
+        with torch.no_grad():
+            now = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+            with model.disable_adapter():
+                start = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
+        kl += (now.exp() * (now - start)).sum().item()
+        entropy -= (now.exp() * now).sum().item()
+        count += len(now)
+    torch.compiler.set_stance("default")  # Unsloth's forward without labels may have changed it
+    return {"sampled/kl": kl / max(1, count), "sampled/entropy": entropy / max(1, count)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The watcher
+
+
+class Watcher:
+    """Says in plain words when training goes wrong, and what to do; and when it has collapsed for good.
+
+    A step is lost when nothing can be learned from it: no valid code, or no group whose rewards differ.  A solved task
+    looks the same to the optimizer, but it is no collapse.
+    """
+
+    def __init__(self, config: WatchedConfig) -> None:
+        self._config = config
+        self.trouble, self._lasted = "", 0  # the present one, and for how many steps it has lasted
+        self._entropy = 0.0  # the last one measured
+        self._first_entropies: list[float] = []
+        self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
+        self.lost_steps = 0  # in a row
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether there was nothing to learn for as many steps in a row as `patience` allows."""
+        return self.lost_steps >= self._config.patience
+
+    def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
+        """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
+        nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
+        self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
+        self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
+        self._stage = step.stage
+        trouble = self._name(step, logs)
+        self._lasted = self._lasted + 1 if trouble == self.trouble else 0
+        self.trouble = trouble
+        return trouble if self._lasted % self._config.repeat_warning == 0 else ""
+
+    def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
+        entropy = logs.get("entropy", logs.get("sampled/entropy", self._entropy))
+        self._entropy = entropy
+        if len(self._first_entropies) < 5:
+            self._first_entropies.append(entropy)
+        usual, no_spread, all_won = statistics.fmean(self._first_entropies), step.flat == 1, step.won == 1
+        troubles = {  # the first that holds is named
+            "nearly all completions are cut off at the length limit: raise --max-new-tokens, or take --reasoning none":
+                logs.get("completions/clipped_ratio", 0.0) >= 0.8,
+            "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint":
+                step.works <= 0.1,
+            "every game is won, there is nothing left to learn from: take a harder --ladder, or drop --no-curriculum":
+                no_spread and all_won and not self._config.curriculum,
+            "collapsed, all completions are equal: lower --learning-rate, or hold the model with --beta":
+                no_spread and step.identical and not all_won,
+            "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
+                no_spread and not all_won,
+            "most completions cheat, and do not play (`cheating` in rollouts.jsonl says how): lower --learning-rate":
+                step.cheating > 0.5,
+            "the clock ends most games: the programs are too slow for --timeout": step.outcomes["timeout"] > 0.5,
+            "the jail ends most games (`detail` in rollouts.jsonl says why): lower --temperature or --learning-rate":
+                step.jailed > 0.5,
+            "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate":
+                entropy > 3 * usual + 0.5,
+            "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
+                logs.get("sampled/kl", 0.0) > self._config.kl_warning,
+            "random moves would do as well: only a harder stage shows skill (--ladder has the stages)":
+                self._at_stage > self._config.repeat_warning and step.won <= step.random_won,
+        }  # fmt: skip
+        return next((trouble for trouble, holds in troubles.items() if holds), "")
