@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from toolkit.programs import BackgroundGames
     from toolkit.tiny import Task
     from toolkit.watch import Progress
 
@@ -1447,7 +1448,7 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 64, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "model": "tiny", "steps": 70, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
@@ -1633,8 +1634,7 @@ TO_THE_END = 1 << 64  # a target that no board can reach
 
 
 def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int, ...]:
-    """Seeds of boards, 63 bits each, from a hash of this machine's key: even for training, odd for evaluation.  The
-    same parts give the same boards in every run on this machine."""
+    """Seeds of boards from this machine's key: even for training, odd for evaluation.  Equal parts, equal boards."""
     digests = (hashlib.sha256(json.dumps([board_key(), *parts, i]).encode()).digest()[:8] for i in range(count))
     return tuple(int.from_bytes(digest) >> 1 & ~1 | held_out for digest in digests)
 
@@ -1665,12 +1665,12 @@ class Evaluator:
         """A pool of one worker that gets what other work leaves of a core."""
         return Pool(1, shared_pool().jailed, priority=19)
 
-    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]:
-        """Answers to this stage's prompt, its wordings in turn.  With FSDP all ranks sample: each holds a shard."""
+    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int], **other: Any) -> list[str]:
+        """Answers to this stage's prompt, its wordings in turn.  `other` options replace the config's."""
         prompts = [build_prompt(self.size, self.target, self.config.keys, wording) for wording in wordings]
         asked = list(islice(cycle(prompts), count))
-        sample = partial(sample_completions, model, tokenizer, asked, self.config)
-        return sample() if SHARDED else by_first_rank(sample)
+        sample = partial(sample_completions, model, tokenizer, asked, dataclasses.replace(self.config, **other))
+        return sample() if SHARDED else by_first_rank(sample)  # with FSDP each rank holds a shard
 
     def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> list[Verdict]:
         """The verdict on each answer, after its games on its boards."""
@@ -1840,22 +1840,21 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
                                                 train_dataset=rows, reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
 
 
-def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console) -> Progress | None:
-    """Train, from the newest checkpoint if there is one, and save the adapter.  Returns None without the toolkit."""
+def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console,
+          games: BackgroundGames | None = None) -> Progress | None:  # fmt: skip
+    """Train, from the newest checkpoint on, and save the adapter.  Alone there are no `games`: returns None."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     best = None if ALONE else archive.Archive(config, tokenizer)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder, best)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder, best))
     progress = weights = None
-    if ALONE:
+    if games is None:
         trainer.train()
     else:
-        from toolkit import programs, ranks, watch
+        from toolkit import ranks, watch
 
-        evaluators = programs.held_out_games(map(Stage.read, config.held_out), partial(Evaluator, config))
-        progress = watch.Progress(trainer, rollouts, evaluators, run, console,
-                                  lambda: programs.evaluate_model(evaluators, trainer.model, tokenizer))  # fmt: skip
+        progress = watch.Progress(trainer, rollouts, games, run, console)
         progress.train()
         weights = ranks.whole_weights(trainer)
     if RANK == 0:
@@ -1866,17 +1865,18 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import machine, ranks, results, runs
+    from toolkit import machine, programs, ranks, results, runs
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     ranks.join_ranks(config, machine.prepare_environment)
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(runs.open_run, config))
+    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
     model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
     model = add_adapters(model, config)
     with runs.blaming_the_folder(run):
-        progress = learn(model, tokenizer, config, run, view)
+        progress = learn(model, tokenizer, config, run, view, games)
         assert progress  # not alone
         return results.conclude(progress, model, tokenizer, pool.jailed, started, console)
 
@@ -1916,16 +1916,17 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     from toolkit import machine, programs, results
 
     started = time.monotonic()
-    evaluators = programs.held_out_games(map(Stage.read, config.held_out), partial(Evaluator, config))
     pool = shared_pool(jailed=not config.unsafe_no_jail)
+    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
     if config.model.endswith(".py"):
-        scores = programs.evaluate_program(evaluators, read_strategy(Path(config.model), pool))
+        games.add({"model": read_strategy(Path(config.model), pool)})
+        scores = {}
     else:
         config.model = machine.resolve_model(config.model)
         machine.check_model(config.model, config.reasoning, config.max_seq_length)
         loaded = load_model(config.model, config, partial(console.print, soft_wrap=True))
-        scores = programs.evaluate_model(evaluators, *loaded)
-    return results.conclude_evaluation(config.model, evaluators, scores, pool.jailed, started, console)
+        scores = programs.evaluate_model(games.evaluators, *loaded)
+    return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
 
 
 def play(config: PlayConfig, console: Console) -> dict[str, Any]:

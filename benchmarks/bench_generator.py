@@ -105,7 +105,7 @@ def main(args: Args) -> int:
     one = programs.score(until, list(played.values()))
     promising = sorted(sources, key=lambda source: played[source].score, reverse=True)  # the first ones race
     race = programs.race(game, promising, args.seconds)
-    (best,) = programs.evaluate(game, race.ranking[:1])
+    best = programs.score(game, game.play(race.ranking[:1], game.held_out)[0])
     counts = dict(texts())
     table = Table("", "programs", "made 2048", "95% interval", "mean log2 tile")
     table.add_row("can be composed", f"{sum(counts.values()):.2e}")

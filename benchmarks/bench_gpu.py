@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, export, machine, tiny, watch  # noqa: E402
+from toolkit import evaluation, export, machine, programs, tiny, watch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,9 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
             rows = program.training_set(config, ladder)
             trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-            watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, scratch, Console(quiet=True),
-                           evaluate=lambda: {"6x6": evaluation.score((), stage.target)}).train()  # fmt: skip
+            (scratch / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), stage.target))}))
+            games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
+            watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True)).train()
             steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
             generate, score, update = (
                 statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")

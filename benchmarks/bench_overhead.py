@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, machine, tiny, watch  # noqa: E402
+from toolkit import evaluation, machine, programs, tiny, watch  # noqa: E402
 
 SIDES, LIMIT = ("trl", "ours"), 1.05
 
@@ -51,6 +52,7 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     model, tokenizer = program.load_model("tiny", config, lambda _: None)
     model = program.add_adapters(model, config)
     folder.mkdir()
+    (folder / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), 2048))}))
     stage = program.Stage(6, 2048)
     ladder = program.Ladder([stage])
     rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)
@@ -65,9 +67,8 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     else:
         record(trainer, ends, last)
         with (folder / "log").open("w") as file:
-            watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, *stage)}, folder,
-                           Console(file=file, force_terminal=True),
-                           evaluate=lambda: {"6x6": evaluation.score((), stage.target)}).train()  # fmt: skip
+            watch.Progress(trainer, rollouts, programs.BackgroundGames([stage], partial(program.Evaluator, config)),
+                           folder, Console(file=file, force_terminal=True)).train()  # fmt: skip
     return [after - before for before, after in pairwise(ends)], last
 
 

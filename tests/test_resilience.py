@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
-from toolkit import watch
+from toolkit import programs, watch
 from toolkit.runs import UNFINISHED, finish_checkpoint, newest_checkpoint
 
 
@@ -140,9 +141,9 @@ def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> Any
     (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [logs] * len(rows)}))
     finish_checkpoint(checkpoint, run, keep=1, best=True)
     rollouts = program.Rollouts(run / "rollouts.jsonl", config, ladder)
-    unused: Any = pytest.fail
     trainer, console = TrainsNoFurther(len(rows)), Console(quiet=True)
-    watch.Progress(trainer, rollouts, {"6x6": program.Evaluator(config, 6, 64)}, run, console, unused).train()
+    games = programs.BackgroundGames([(6, 64)], partial(program.Evaluator, config))
+    watch.Progress(trainer, rollouts, games, run, console).train()
     return trainer
 
 
@@ -340,6 +341,23 @@ def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143
     assert steps_done(unfinished)[-1] > at
+
+
+@pytest.mark.slow
+def test_an_interrupted_last_evaluation_is_said_and_repeated(undisturbed: Path, tmp_path: Path) -> None:
+    """It used to end without a word on how to go on, and without a report."""
+    folder, log = Path(shutil.copytree(undisturbed, tmp_path / "run", symlinks=True)), tmp_path / "log"
+    for name in ("result.json", "report.html"):
+        (folder / name).unlink()
+    with started(*command(tmp_path), log=log) as process:
+        assert wait_until(lambda: "choosing the best program" in log.read_text(), 120), log.read_text()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert "training is complete, its evaluation is not; to repeat that: --run-name run" in log.read_text()
+    assert (folder / "report.html").is_file()
+    with started(*command(tmp_path), log=log) as process:
+        assert process.wait(300) == 0
+    assert (folder / "result.json").is_file()
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.conftest import Run
-from tests.helpers import HELD_OUT
+from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
-from toolkit import UsageError, programs
+from toolkit import UsageError, programs, results
 
 KEYS = program.LAYOUTS["bepo"]
 GOOD = "def strategy(board):\n    return 'a'"
@@ -57,32 +57,40 @@ def test_every_control_plays_every_layout_and_size(layout: program.Layout, size:
 
 
 def test_the_expert_is_better_than_the_other_controls(evaluator: program.Evaluator, pool: program.Pool) -> None:
-    scores = dict(zip(programs.controls(KEYS), programs.evaluate(evaluator, list(programs.controls(KEYS).values())),
-                      strict=True))  # fmt: skip
-    assert max(scores, key=lambda name: scores[name].mean_log2_tile) == "expert"
+    games = evaluator.play(list(programs.controls(KEYS).values()), evaluator.held_out, pool=pool)
+    levels = [programs.score(evaluator, played).mean_log2_tile for played in games]
+    assert list(programs.controls(KEYS))[levels.index(max(levels))] == "expert"
+
+
+def background_games() -> programs.BackgroundGames:
+    """Without a program, on two small boards."""
+    config = program.EvalConfig(model="tiny", games=10)
+    return programs.BackgroundGames([(3, 64), (2, 8)], partial(program.Evaluator, config))
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_controls_reach_beside_training_what_they_reach_after_it(evaluator: program.Evaluator, ended: bool) -> None:
-    """However many of their games a run leaves for its end.  Here two parts of a control's boards."""
-    longer = program.Evaluator(program.EvalConfig(model="tiny", games=40), 3, 64)
-    games = programs.ControlGames({"long": longer, "short": evaluator})
+def test_programs_reach_beside_other_work_what_they_reach_after_it(ended: bool) -> None:
+    """However many of their games are left for the end, and when a program was added."""
+    games = background_games()
+    for name, source in programs.controls(KEYS).items():
+        games.add({name: source})
     if ended:
-        games._thread.join(60)
-        assert not games._left
-    assert games.scores() == {name: programs.evaluate_all(of, programs.controls(KEYS))
-                              for name, of in (("long", longer), ("short", evaluator))}  # fmt: skip
+        wait_until(lambda: not games._left)
+    expected = {stage: {name: programs.score(evaluator, evaluator.play([source], evaluator.held_out)[0])
+                        for name, source in programs.controls(KEYS).items()}
+                for stage, evaluator in games.evaluators.items()}  # fmt: skip
+    assert games.scores() == expected
+    assert all(game.moves for played in games.games.values() for game in played)
 
 
-def test_a_run_gets_its_controls_where_the_spare_worker_fails(
-    evaluator: program.Evaluator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
+def test_a_run_gets_its_controls_where_the_spare_worker_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(evaluator: program.Evaluator) -> None:
         raise program.JailError("no memory")
 
-    monkeypatch.setattr(evaluator, "spare_pool", fail)
-    scores = programs.ControlGames({"3x3": evaluator}).scores()
-    assert {score.games for score in scores["3x3"].values()} == {8}
+    monkeypatch.setattr(program.Evaluator, "spare_pool", fail)
+    games = background_games()
+    games.add(programs.controls(KEYS))
+    assert {score.games for score in games.scores()["3x3"].values()} == {10}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +182,8 @@ def test_a_race_is_won_by_skill_and_repeats(evaluator: program.Evaluator, pool: 
 
 def test_only_games_of_the_first_stage_go_on_to_their_end() -> None:
     config = program.EvalConfig(model="tiny", held_out=("4:2048", "6:2048", "6:1024"))
-    made = programs.held_out_games(map(program.Stage.read, config.held_out), partial(program.Evaluator, config))
+    stages = map(program.Stage.read, config.held_out)
+    made = programs.BackgroundGames(stages, partial(program.Evaluator, config)).evaluators
     assert {name: (found.size, found.target) for name, found in made.items()} == {
         "4x4": (4, 2048), "6x6 2048": (6, 2048), "6x6 1024": (6, 1024)}  # fmt: skip
     goals = [getattr(found.new_game(1), "target", 0) for found in made.values()]
@@ -196,7 +205,7 @@ def test_the_best_of_n_is_kept_with_those_behind_it(trained: Run) -> None:
     best = json.loads((trained.folder / "best_of_n.json").read_text())
     assert (trained.folder / "best_of_n.py").read_text().partition("\n")[2] == best[0] + "\n"
     race = trained.result["races"]["best_of_n"]
-    assert race["sampled"] == sum(len(step["completions"]) for step in trained.rollouts)
+    assert race["sampled"] == sum(len(step["completions"]) for step in trained.rollouts) + results.SURE
     assert len(best) == min(100, race["played"])
     assert 0 < trained.result["races"]["best"]["played"] <= race["sampled"]
 
@@ -228,15 +237,16 @@ def check_the_wordings() -> None:
 
     def sample(model: Any, tokenizer: Any, prompts: Sequence[str], config: Any) -> list[str]:
         assert prompts == [program.build_prompt(4, 128, wording=n % 8) for n in range(12)]
+        assert config.temperature == 0.4
         return answers
 
     program.sample_completions = sample
     evaluator, adapted = program.Evaluator(config, 4, 128), program.add_adapters(model, config)
-    assert programs.untrained_programs(evaluator, adapted, tokenizer, 12) == [GOOD]
+    assert programs.sampled_programs(evaluator, adapted, tokenizer, 12, temperature=0.4) == [GOOD]
 
 
-def test_the_best_of_n_is_asked_for_in_the_wordings_of_training(base: Path) -> None:
-    """Programs that cheat or do not load take no part."""
+def test_programs_are_asked_for_in_the_wordings_of_training(base: Path) -> None:
+    """For the best of N, and at a lower temperature for the race.  Those that cheat or do not load take no part."""
     call(check_the_wordings)
 
 

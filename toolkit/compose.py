@@ -61,7 +61,7 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 
 # Choices, and how often each is composed.
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
-SEARCHES = {"value": 50, "best": 10, "expected": 40}  # the next board, the best board two moves on, with a tile between
+SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
 KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has
@@ -69,10 +69,10 @@ FACTORS = (1, 2, 3, 5)  # of the state that chooses among them
 TERM_COUNTS = {2: 2, 3: 2, 4: 1}
 LINE_VALUES = ("sum(map(worth, board)) + sum(map(worth, zip(*board)))", "sum(map(worth, board))",
                "sum(map(worth, zip(*board)))")  # fmt: skip
-PLACES = {"": 6, "board[0][0]": 1, "board[-1][-1]": 1, "sum(board[0])": 1}
+PLACES = {"": 6, "board[0][0].bit_length()": 1, "board[-1][-1].bit_length()": 1, "max(board[0]).bit_length()": 1}
 DEAD = (0, 10, 100, 1000, 10000, 100000)
-CELLS = (1, 2, 3, 4, 6)  # how many empty cells the next tile is tried on, at most
-POOLED = ("sum(map(best, boards)) / len(boards)", "min(map(best, boards))", "max(map(best, boards))")
+CELLS = (2, 6)  # how many empty cells the next tile is tried on, at most
+POOLED = {"sum(map(best, boards)) / len(boards)": 3, "min(map(best, boards))": 1, "max(map(best, boards))": 1}
 
 
 def pick(rng: random.Random, table: Mapping[Any, int]) -> Any:
@@ -124,7 +124,7 @@ def helpers(rng: random.Random, kinds: Sequence[str], keys: str) -> str:
     if searches & {"best", "expected"}:
         source += BEST.format(dead=rng.choice(DEAD))
     if "expected" in searches:
-        source += EXPECTED.format(cells=rng.choice(CELLS), pooled=rng.choice(POOLED))
+        source += EXPECTED.format(cells=rng.choice(CELLS), pooled=pick(rng, POOLED))
     return source
 
 

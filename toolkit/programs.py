@@ -14,12 +14,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit import UsageError, evaluation, stage_name
 from toolkit.bars import in_parts
+from toolkit.ranks import RANK
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources
@@ -136,27 +138,12 @@ class Evaluator(Protocol):
     def at(self) -> Callable[[int, int], Evaluator]: ...  # the same for another size and target
     def boards(self, count: int, purpose: str) -> tuple[int, ...]: ...
     def new_game(self, seed: int) -> Game: ...
-    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int]) -> list[str]: ...
+    def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int], **other: Any) -> list[str]: ...
     def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> Sequence[Verdict]: ...
     def spare_pool(self) -> AbstractContextManager[Any]: ...
     def play(
         self, sources: Sequence[str], seeds: Sequence[int], record: bool = False, pool: Any = None
     ) -> Sequence[Sequence[GameResult]]: ...
-
-
-def held_out_games(
-    stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]
-) -> dict[str, Evaluator]:  # fmt: skip
-    """An Evaluator for each stage (size, target) by its name in results: the board alone where no other stage has it.
-
-    Games of the first stage are played to their end, those of the others to their target, because on 6x6 even random
-    moves make 2048.
-    """
-    distinct = list(dict.fromkeys(stages))
-    sizes = [size for size, _ in distinct]
-    names = [stage_name(*stage) if sizes.count(stage[0]) > 1 else f"{stage[0]}x{stage[0]}" for stage in distinct]
-    made = [evaluator_of(*distinct[0]), *(evaluator_of(size, target, target) for size, target in distinct[1:])]
-    return dict(zip(names, made, strict=True))
 
 
 def recorded_game(game: Game, moves: Iterable[int]) -> dict[str, Any]:
@@ -203,56 +190,67 @@ CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
 PART = 4 * CHUNK  # games between two looks at the bar
 
 
-def evaluate(evaluator: Evaluator, sources: Sequence[str]) -> list[evaluation.Score]:
-    """The programs' scores on the held-out boards."""
-    parts = [evaluator.play(sources, boards) for boards in in_parts(evaluator.held_out, "playing", PART)]
-    return [score(evaluator, list(chain(*games))) for games in zip(*parts, strict=True)]
+class BackgroundGames:
+    """Programs' games on the held-out boards: beside other work, as far as the cores have time.
 
+    `evaluators` has an Evaluator for each stage by its name in results: the board alone where no other stage has it.
+    Games of the first stage are played to their end, those of the others to their target, because on 6x6 even random
+    moves make 2048.
+    """
 
-def evaluate_all(evaluator: Evaluator, programs: Mapping[str, str]) -> dict[str, evaluation.Score]:
-    """The scores of named programs on the held-out boards."""
-    return dict(zip(programs, evaluate(evaluator, list(programs.values())), strict=True))
+    FEW = 4  # games between two looks at whether the other work has ended
 
+    def __init__(self, stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]) -> None:
+        distinct = list(dict.fromkeys(stages))
+        sizes = [size for size, _ in distinct]
+        names = [stage_name(*stage) if sizes.count(stage[0]) > 1 else f"{stage[0]}x{stage[0]}" for stage in distinct]
+        made = [evaluator_of(*distinct[0]), *(evaluator_of(size, target, target) for size, target in distinct[1:])]
+        self.evaluators, self._ended = dict(zip(names, made, strict=True)), False
+        self._sources: dict[str, str] = {}
+        self._left = deque[tuple[tuple[str, str], int]]()  # stage and name of the program, and a board
+        self._thread: threading.Thread | None = None
+        self.games: dict[tuple[str, str], list[GameResult]] = defaultdict(list)  # played, by stage and program
 
-def evaluate_program(evaluators: Mapping[str, Evaluator], source: str) -> dict[str, evaluation.Score]:
-    """A program's score on the held-out boards of each stage."""
-    return {stage: evaluate(evaluator, [source])[0] for stage, evaluator in evaluators.items()}
+    def add(self, sources: Mapping[str, str]) -> None:
+        """Begin to play some named programs."""
+        self._sources |= sources
+        self._left += [((stage, name), board) for stage, evaluator in self.evaluators.items() for name in sources
+                       for board in evaluator.held_out]  # fmt: skip
+        if not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._play_beside, daemon=True)
+            self._thread.start()
 
-
-class ControlGames:
-    """The controls' games on the held-out boards of each stage: beside training, as far as the cores have time."""
-
-    PART = 32  # boards that a control plays between two looks at whether training has ended
-
-    def __init__(self, evaluators: Mapping[str, Evaluator]) -> None:
-        self._evaluators, self._ended = evaluators, False
-        self._sources = controls(next(iter(evaluators.values())).keys)
-        self._left = deque((stage, name, evaluator.held_out[i : i + self.PART])
-                           for stage, evaluator in evaluators.items() for name in self._sources
-                           for i in range(0, len(evaluator.held_out), self.PART))  # fmt: skip
-        self._games: dict[tuple[str, str], list[GameResult]] = defaultdict(list)
-        self._thread = threading.Thread(target=self._play_beside, daemon=True)
-        self._thread.start()
-
-    def _play_part(self, pool: Any = None) -> None:
-        stage, name, boards = self._left[0]
-        self._games[stage, name] += self._evaluators[stage].play([self._sources[name]], boards, pool=pool)[0]
-        self._left.popleft()
+    def _play(self, whose: tuple[str, str], boards: Sequence[int], pool: Any = None) -> None:
+        stage, name = whose
+        self.games[whose] += self.evaluators[stage].play([self._sources[name]], boards, True, pool)[0]
+        for _ in boards:
+            self._left.popleft()
 
     def _play_beside(self) -> None:
-        evaluator = next(iter(self._evaluators.values()))
+        evaluator = next(iter(self.evaluators.values()))
         with suppress(UsageError, RuntimeError), evaluator.spare_pool() as pool:  # if it fails, scores() plays the rest
             while self._left and not self._ended:
-                self._play_part(pool)
+                whose = self._left[0][0]
+                self._play(whose, [board for owner, board in list(self._left)[: self.FEW] if owner == whose], pool)
 
     def scores(self) -> dict[str, dict[str, evaluation.Score]]:
-        """By stage and control.  What is left to play, all cores play now."""
+        """The scores by stage and program.  What is left to play, all cores play now."""
         self._ended = True
-        self._thread.join()
-        while self._left:
-            self._play_part()
-        return {stage: {name: score(evaluator, self._games[stage, name]) for name in self._sources}
-                for stage, evaluator in self._evaluators.items()}  # fmt: skip
+        if self._thread:
+            self._thread.join()
+        for whose, left in groupby(list(self._left), key=itemgetter(0)):
+            for boards in in_parts([board for _, board in left], f"playing: {whose[1]}", PART):
+                self._play(whose, boards)
+        return {stage: {name: score(evaluator, self.games[stage, name]) for name in self._sources}
+                for stage, evaluator in self.evaluators.items()}  # fmt: skip
+
+
+def start_controls(stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]) -> BackgroundGames:
+    """The controls, which begin to play: beside a model's start, which leaves a core idle, and beside training."""
+    games = BackgroundGames(stages, evaluator_of)
+    if RANK == 0:
+        games.add(controls(next(iter(games.evaluators.values())).keys))
+    return games
 
 
 def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, evaluation.Score]:
@@ -270,14 +268,14 @@ def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: A
     return scores
 
 
-def untrained_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: int) -> list[str]:
-    """The programs in some answers of the model without its adapter, to prompts of training: the most promising first.
+def sampled_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: int, **other: Any) -> list[str]:
+    """The programs in some answers of a model to prompts of training, the most promising first.
 
-    Each is judged on one board, as in training.  Programs that do not load or that cheat are left out.
+    Each is judged on one board, as in training.  Programs that do not load or that cheat are left out.  `other` options
+    replace the config's.
     """
-    with model.disable_adapter():
-        answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings))
-    board = evaluator.boards(1, "untrained")
+    answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings), **other)
+    board = evaluator.boards(1, "sampled")
     verdicts = [evaluator.judge(part, [board] * len(part)) for part in in_parts(answers, "playing", 4 * PART)]
     scores = {verdict.source: verdict.results[0].score for verdict in chain(*verdicts)
               if verdict.source and verdict.works == "load" and not verdict.cheating}  # fmt: skip

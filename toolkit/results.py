@@ -8,34 +8,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import evaluation, report, runs, watch
-from toolkit.bars import in_parts
 from toolkit.export import model_card
 from toolkit.machine import adapter_base
 from toolkit.programs import (
-    PART,
+    BackgroundGames,
     Evaluator,
     GameResult,
     Race,
     best_game,
-    controls,
-    evaluate,
-    evaluate_all,
     evaluate_model,
     race,
-    score,
-    untrained_programs,
+    sampled_programs,
 )
-from toolkit.ranks import RANKS, by_first_rank
+from toolkit.ranks import RANK, RANKS, by_first_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 QUICK_SECONDS, QUICK_BOARDS = 10.0, 8  # for the best program of an interrupted run
+SURE, COOL = 32, 0.4  # answers that the trained model is surest of, for the race: how many, and their temperature
 BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
 
@@ -56,61 +51,58 @@ def stage_result(
     }
 
 
-def keep_best(
-    evaluator: Evaluator, run: Path, step: int, seconds: float, boards: int | None = None
-) -> tuple[Race, Sequence[GameResult]]:  # fmt: skip
-    """Find a run's best program and leave it in the run's folder, with its best game on the first held-out boards.
+def choose_best(evaluator: Evaluator, run: Path, seconds: float, first: Sequence[str] = ()) -> Race:
+    """Find a run's best program: the `first` ones and those of training are the candidates."""
+    return race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], seconds)
 
-    Returns the race and these games; there are none if no program loaded.
-    """
-    found = race(evaluator, runs.programs_to_race(run / "rollouts.jsonl"), seconds)
-    if not found.ranking:
-        return found, []
-    source = found.ranking[0]
-    parts = (evaluator.play([source], part, record=True)[0] for part in
-             in_parts(evaluator.held_out[:boards], "playing", PART))  # fmt: skip
-    games = list(chain(*parts))
+
+def keep_best(evaluator: Evaluator, run: Path, step: int, source: str, games: Sequence[GameResult]) -> None:
+    """Leave a run's best program in its folder, with the best of its games on held-out boards."""
     game = best_game(evaluator, games)
     runs.write_program(run / "best_strategy.py", source, evaluator.config)
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     watch.show_best(run, step, source, game)
-    return found, games
 
 
-def keep_best_of_n(evaluator: Evaluator, run: Path, untrained: Sequence[str], seconds: float) -> Race:
-    """Find the best of the untrained model's programs as the run's best is found, and leave it in the run's folder."""
-    found = race(evaluator, untrained, seconds)
-    if found.ranking:
-        runs.write_program(run / f"{BEST_OF_N}.py", found.ranking[0], evaluator.config)
-        runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
-    return found
+def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
+    """Find and keep the best program of an interrupted run."""
+    for source in choose_best(evaluator, run, QUICK_SECONDS).ranking[:1]:
+        (games,) = evaluator.play([source], evaluator.held_out[:QUICK_BOARDS], record=True)
+        keep_best(evaluator, run, step, source, games)
+
+
+def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
+    """Leave the best of the untrained model's programs in a run's folder."""
+    runs.write_program(run / f"{BEST_OF_N}.py", found.ranking[0], evaluator.config)
+    runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
 
 
 def write_result(
-    progress: watch.Progress, after: Mapping[str, evaluation.Score], count: int, untrained: Sequence[str], jailed: bool,
-    started: float, say: Callable[[Any], None],
+    progress: watch.Progress, after: Mapping[str, evaluation.Score], best: Race, count: int, untrained: Sequence[str],
+    jailed: bool, started: float, say: Callable[[Any], None],
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
 
     `untrained` are the programs in `count` answers of the untrained model.
     """
-    evaluator, run = progress.evaluator, progress.run
-    seconds = evaluator.config.race_seconds
-    say(f"choosing the best program of the run, in {seconds:.0f} s")
-    best, games = keep_best(evaluator, run, progress.steps, seconds)
-    races, untaught = {"best": best.summary()}, dict[str, str]()
+    evaluator, run, games = progress.evaluator, progress.run, progress.games
+    races = {"best": best.summary()}
     if untrained:
+        seconds = evaluator.config.race_seconds
         say(f"choosing the best of {len(untrained)} programs of the untrained model, in {seconds:.0f} s")
-        found = keep_best_of_n(evaluator, run, untrained, seconds)
-        untaught[BEST_OF_N], races[BEST_OF_N] = found.ranking[0], {"sampled": count, **found.summary()}
-    say("playing the held-out boards with the controls")
-    played, scores = progress.controls.scores(), {}
+        found = race(evaluator, untrained, seconds)
+        keep_best_of_n(evaluator, run, found)
+        games.add({BEST_OF_N: found.ranking[0]})
+        races[BEST_OF_N] = {"sampled": count, **found.summary()}
+    say("playing the held-out boards with the best programs and the controls")
+    scores, played = {}, games.scores()
     for stage, here in progress.evaluators.items():
-        reached = None
-        if best.ranking:
-            reached = score(here, games) if here is evaluator else evaluate(here, best.ranking[:1])[0]
+        reached = played[stage].pop(evaluation.BEST, None)
         known = {"before": progress.before[stage], "after": after[stage], "best": reached}
-        scores[stage] = stage_result(here, known, played[stage] | evaluate_all(here, untaught))
+        scores[stage] = stage_result(here, known, played[stage])
+    source = best.ranking[0] if best.ranking else ""
+    if source:
+        keep_best(evaluator, run, progress.steps, source, games.games[next(iter(scores)), evaluation.BEST])
     result = {
         "scores": scores,
         "races": races,
@@ -125,7 +117,7 @@ def write_result(
     for folder in (run, run / "adapter"):  # instead of the libraries' own
         runs.write_whole(folder / "README.md", card)
     say(report.try_report(run))
-    return result, best.ranking[0] if best.ranking else ""
+    return result, source
 
 
 def conclude(
@@ -141,7 +133,7 @@ def conclude(
     by_first_rank(partial(runs.keep_config, run, run / "adapter"))
     if progress.interrupted:
         say("choosing the best program so far (Ctrl-C skips this)")
-        by_first_rank(partial(keep_best, evaluator, run, progress.steps, QUICK_SECONDS, QUICK_BOARDS))
+        by_first_rank(partial(keep_quick_best, evaluator, run, progress.steps))
         say(by_first_rank(partial(report.try_report, run)))
         say(f"stopped after step {progress.steps}; to resume: --run-name {run.name}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
@@ -150,11 +142,17 @@ def conclude(
     try:
         say(f"playing {config.games} held-out boards with the trained model")
         after = evaluate_model(progress.evaluators, model, tokenizer)
-        count = progress.result()["judged"] if config.best_of < 0 else config.best_of
+        say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
+        sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=COOL)
+        best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
+        if best.ranking and RANK == 0:
+            progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
+        count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
         if count:
             say(f"sampling {count} programs from the untrained model")
-        untrained = untrained_programs(evaluator, model, tokenizer, count)
-        write = partial(write_result, progress, after, count, untrained, jailed, started, say)
+        with model.disable_adapter():
+            untrained = sampled_programs(evaluator, model, tokenizer, count)
+        write = partial(write_result, progress, after, best, count, untrained, jailed, started, say)
         result, source = by_first_rank(write)
     except KeyboardInterrupt:
         say(report.try_report(run))
@@ -167,18 +165,20 @@ def conclude(
 
 
 def conclude_evaluation(
-    model: str, evaluators: Mapping[str, Evaluator], scores: Mapping[str, evaluation.Score], jailed: bool,
-    started: float, console: Console,
+    model: str, games: BackgroundGames, scores: Mapping[str, evaluation.Score], jailed: bool, started: float,
+    console: Console,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare a model or a program with the controls, and with the best of N if `model` is part of a run.
 
-    Prints the tables.  Returns what `eval --json` prints.
+    `scores` are a model's by stage; a program's are among the `games`.  Prints the tables.  Returns what `eval --json`
+    prints.
     """
-    programs = controls(next(iter(evaluators.values())).keys)
     if (file := Path(model).parent / f"{BEST_OF_N}.py").is_file():
-        programs[BEST_OF_N] = file.read_text(encoding="utf-8")
-    found = {stage: stage_result(here, {"model": scores[stage]}, evaluate_all(here, programs))
-             for stage, here in evaluators.items()}  # fmt: skip
+        games.add({BEST_OF_N: file.read_text(encoding="utf-8")})
+    found, played = {}, games.scores()
+    for stage, here in games.evaluators.items():
+        known = {evaluation.MODEL: scores.get(stage) or played[stage].pop(evaluation.MODEL)}
+        found[stage] = stage_result(here, known, played[stage])
     result = {"model": model, "scores": found, "seconds": round(time.monotonic() - started, 1), "jailed": jailed}
     watch.show_scores(console, result)
     return result

@@ -8,7 +8,7 @@ import statistics
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache, partial
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit import evaluation, runs, visible
-from toolkit.programs import ControlGames, Evaluator, Game, finished_game, random_moves_win
+from toolkit.programs import BackgroundGames, Game, evaluate_model, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 from toolkit.watcher import StepSummary, WatchedConfig, Watcher, exponents, sampled_curves
 
@@ -276,12 +276,12 @@ class Progress:
     """
 
     def __init__(
-        self, trainer: Any, rollouts: WatchedRollouts, evaluators: Mapping[str, Evaluator], run: Path, console: Console,
-        evaluate: Callable[[], dict[str, evaluation.Score]],
+        self, trainer: Any, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console
     ) -> None:  # fmt: skip
-        """`evaluators` are those of the held-out stages, the result first; `evaluate` plays their boards."""
-        self._trainer, self._rollouts, self._evaluate = trainer, rollouts, evaluate
-        self.evaluators, self.evaluator, self.run = evaluators, next(iter(evaluators.values())), run
+        """`games` are played beside training."""
+        self._trainer, self._rollouts = trainer, rollouts
+        self.games, self.evaluators, self.run = games, games.evaluators, run
+        self.evaluator = next(iter(games.evaluators.values()))
         self._config: WatchedConfig = self.evaluator.config
         self._random_won = cache(lambda size, target: random_moves_win(self.evaluator.at(size, target)))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
@@ -294,7 +294,6 @@ class Progress:
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self.before: dict[str, evaluation.Score]  # of the untrained model, by stage
-        self.controls: ControlGames  # on rank 0
         trainer.curves, trainer.observe = self._curves, self._measure
         trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
 
@@ -348,12 +347,11 @@ class Progress:
         file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
             self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
-            before = {stage: asdict(score) for stage, score in self._evaluate().items()}
+            scores = evaluate_model(self.evaluators, self._trainer.model, self._trainer.processing_class)
+            before = {stage: asdict(score) for stage, score in scores.items()}
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
         self.before = {stage: evaluation.read_score(row) for stage, row in before.items()}
-        if RANK == 0:
-            self.controls = ControlGames(self.evaluators)
         self._began = time.monotonic() - self._spent
 
     def begin_step(self) -> None:
