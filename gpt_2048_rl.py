@@ -438,8 +438,7 @@ def extract_function(text: str, reasons: bool = False) -> str | None:
 
 
 def visible_program(source: str) -> str | None:
-    """The same program without control characters; if it has any, it is unparsed from its syntax tree.  None where that
-    fails.  So what is shown, logged and saved is exactly what was played."""
+    """The same program without control characters, as it is played, shown and saved.  None where that fails."""
 
     def is_visible(text: str) -> bool:
         return all(character.isprintable() or character in "\n\t" for character in text)
@@ -524,8 +523,7 @@ class Job:
             raise ValueError("seeds must be whole numbers")
 
     def cpu_seconds(self, moves: int) -> float:
-        """CPU time that one game may have used after so many moves.  Games grow with the target.  A game to a target
-        takes about half as many moves as the target's number; time is granted for twice that."""
+        """CPU time that one game may have used after so many moves: enough for twice what its target takes."""
         return self.timeout * max(1.0, min(moves, self.target, LIMITS.paid_moves) / 1000)
 
     def wall_seconds(self) -> float:
@@ -1025,13 +1023,16 @@ def worker_main(core: int, jailed: bool) -> None:
     print(json.dumps({"refusal": refusal}), flush=True)
     if refusal:
         return
-    for line in sys.stdin:
-        if not referee.lives():
-            return
-        print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this has not died over the job
-        job = json.loads(line)
-        verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
-        print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+    try:
+        for line in sys.stdin:
+            if not referee.lives():
+                return
+            print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this has not died over the job
+            job = json.loads(line)
+            verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
+            print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+    except BrokenPipeError:  # the trainer is gone
+        os._exit(1)
 
 
 # The trainer's side: it starts workers, hands out jobs and waits, never without a limit.
@@ -1275,8 +1276,7 @@ REWARDS = (function_works, no_cheating, strategy_succeeds)
 
 
 def ends_in_time(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """TRL reward of the stable recipe: -1 for an answer cut off at the length limit.  Without it, text after a finished
-    program costs nothing.  `completion_ids` are the completions' tokens, `max_new_tokens` the limit of each."""
+    """TRL reward of the stable recipe: -1 for an answer cut off at the length limit, because further text is free."""
     lengths = zip(kwargs["completion_ids"], kwargs["max_new_tokens"], strict=True)
     return [CUT_OFF if len(ids) >= limit else 0.0 for ids, limit in lengths]
 
@@ -1663,7 +1663,7 @@ class Evaluator:
 
     def spare_pool(self) -> Pool:
         """A pool of one worker that gets what other work leaves of a core."""
-        return Pool(1, shared_pool().jailed, priority=19)
+        return Pool(1, shared_pool().jailed, priority=10)
 
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int], **other: Any) -> list[str]:
         """Answers to this stage's prompt, its wordings in turn.  `other` options replace the config's."""
@@ -1913,19 +1913,19 @@ def read_strategy(path: Path, pool: Pool) -> str:
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
-    from toolkit import machine, programs, results
+    from toolkit import evaluation, machine, programs, results
 
     started = time.monotonic()
     pool = shared_pool(jailed=not config.unsafe_no_jail)
-    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
+    sources: dict[str, str] = {}
     if config.model.endswith(".py"):
-        games.add({"model": read_strategy(Path(config.model), pool)})
-        scores = {}
+        sources[evaluation.MODEL] = read_strategy(Path(config.model), pool)
     else:
         config.model = machine.resolve_model(config.model)
         machine.check_model(config.model, config.reasoning, config.max_seq_length)
-        loaded = load_model(config.model, config, partial(console.print, soft_wrap=True))
-        scores = programs.evaluate_model(games.evaluators, *loaded)
+    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config), sources)
+    say = partial(console.print, soft_wrap=True)
+    scores = {} if sources else programs.evaluate_model(games.evaluators, *load_model(config.model, config, say))
     return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
 
 

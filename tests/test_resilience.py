@@ -27,7 +27,7 @@ from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
-from toolkit import programs, watch
+from toolkit import programs, tiny, watch
 from toolkit.runs import UNFINISHED, finish_checkpoint, newest_checkpoint
 
 
@@ -221,6 +221,14 @@ def test_other_numbers_do_not_go_on_with_a_run(
     assert err.count("\n") == 1
 
 
+def test_a_run_does_not_go_on_with_another_embedded_model(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter of an earlier version would train on weights that it was not made for, without a word."""
+    origin = json.loads((unfinished / "origin.json").read_text())
+    (unfinished / "origin.json").write_text(json.dumps(origin | {"tiny": tiny.VERSION - 1}))
+    assert program.main(command(unfinished.parent)) == 2
+    assert "of the embedded model" in capsys.readouterr().err
+
+
 def test_a_finished_run_is_left_alone(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = numbers_of(undisturbed)
     assert program.main(command(undisturbed.parent)) == 2
@@ -314,7 +322,7 @@ def test_a_stopped_run_has_its_report(stopped: Path) -> None:
 def test_a_run_says_what_made_it(undisturbed: Path) -> None:
     origin = json.loads((undisturbed / "origin.json").read_text())
     assert origin["versions"]["torch"].startswith("2.")
-    assert set(origin) == {"started", "versions", "git"}
+    assert set(origin) == {"started", "versions", "git", "tiny"}
 
 
 def test_a_second_signal_ends_it_at_once(unfinished: Path) -> None:
@@ -353,7 +361,8 @@ def test_an_interrupted_last_evaluation_is_said_and_repeated(undisturbed: Path, 
         assert wait_until(lambda: "choosing the best program" in log.read_text(), 120), log.read_text()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert "training is complete, its evaluation is not; to repeat that: --run-name run" in log.read_text()
+    again = f"python gpt_2048_rl.py --output-dir {tmp_path} --run-name run"
+    assert f"training is complete, its evaluation is not; to repeat that: {again}" in log.read_text()
     assert (folder / "report.html").is_file()
     with started(*command(tmp_path), log=log) as process:
         assert process.wait(300) == 0

@@ -75,12 +75,11 @@ def test_programs_reach_beside_other_work_what_they_reach_after_it(ended: bool) 
     for name, source in programs.controls(KEYS).items():
         games.add({name: source})
     if ended:
-        wait_until(lambda: not games._left)
+        assert wait_until(lambda: not games._left, 60)
     expected = {stage: {name: programs.score(evaluator, evaluator.play([source], evaluator.held_out)[0])
                         for name, source in programs.controls(KEYS).items()}
                 for stage, evaluator in games.evaluators.items()}  # fmt: skip
     assert games.scores() == expected
-    assert all(game.moves for played in games.games.values() for game in played)
 
 
 def test_a_run_gets_its_controls_where_the_spare_worker_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +89,8 @@ def test_a_run_gets_its_controls_where_the_spare_worker_fails(monkeypatch: pytes
     monkeypatch.setattr(program.Evaluator, "spare_pool", fail)
     games = background_games()
     games.add(programs.controls(KEYS))
-    assert {score.games for score in games.scores()["3x3"].values()} == {10}
+    played = {stage: {score.games for score in scores.values()} for stage, scores in games.scores().items()}
+    assert played == {"3x3": {10}, "2x2": {3}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ def check_the_best_program(folder: str) -> None:
     step = {"step": 1, "size": 16, "target": 64, "completions": completions}
     (run / "rollouts.jsonl").write_text(json.dumps(step) + "\n")
     assert results.choose_best(evaluator, run, seconds=60).ranking[0] == TWENTY_MOVES
+    assert (run / "best_strategy.py").read_text().endswith(TWENTY_MOVES + "\n")
 
 
 def test_the_best_program_is_not_chosen_on_the_held_out_boards(tmp_path: Path) -> None:

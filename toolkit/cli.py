@@ -106,7 +106,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
                          "Unsloth keeps the whole model in one process")  # fmt: skip
     if config.vllm_server and not importlib.util.find_spec("vllm"):
-        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see the README")
+        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see docs/cluster.md")
     return config
 
 
@@ -121,7 +121,7 @@ def with_own_game(config: Any, argv: list[str], prog: str) -> Any:
     options = runs.options_of(path, fields)
     made_for = parse(type(config), [*options, *argv], prog) if options else config
     if made_for != config:
-        print(f"as {path} was made: {' '.join(options)}", file=sys.stderr)
+        print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)
     return made_for
 
 

@@ -411,8 +411,10 @@ def too_little_memory(name: str, machine: Machine, needed: Mapping[str, float]) 
     if sum(needed.values()) <= free:
         return ""
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in needed.items())
-    return (f"{name} may run out of memory: it needs about {sum(needed.values()) / 1e9:.0f} GB ({parts}), and "
-            f"{free / 1e9:.0f} are free; end other programs, lower --batch-size, or use a smaller --model")  # fmt: skip
+    return (
+        f"{name} may run out of memory: it needs about {sum(needed.values()) / 1e9:.0f} GB ({parts}), and "
+        f"{free / 1e9:.0f} are free; end other programs, lower --batch-size, or use a smaller --model (tiny fits)"
+    )
 
 
 def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:

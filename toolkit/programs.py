@@ -198,8 +198,6 @@ class BackgroundGames:
     moves make 2048.
     """
 
-    FEW = 4  # games between two looks at whether the other work has ended
-
     def __init__(self, stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]) -> None:
         distinct = list(dict.fromkeys(stages))
         sizes = [size for size, _ in distinct]
@@ -212,7 +210,7 @@ class BackgroundGames:
         self.games: dict[tuple[str, str], list[GameResult]] = defaultdict(list)  # played, by stage and program
 
     def add(self, sources: Mapping[str, str]) -> None:
-        """Begin to play some named programs."""
+        """Begin to play some named programs.  What a spare worker does not play or fails at, scores() plays."""
         self._sources |= sources
         self._left += [((stage, name), board) for stage, evaluator in self.evaluators.items() for name in sources
                        for board in evaluator.held_out]  # fmt: skip
@@ -222,16 +220,17 @@ class BackgroundGames:
 
     def _play(self, whose: tuple[str, str], boards: Sequence[int], pool: Any = None) -> None:
         stage, name = whose
-        self.games[whose] += self.evaluators[stage].play([self._sources[name]], boards, True, pool)[0]
+        record = name == evaluation.BEST
+        self.games[whose] += self.evaluators[stage].play([self._sources[name]], boards, record, pool)[0]
         for _ in boards:
             self._left.popleft()
 
     def _play_beside(self) -> None:
         evaluator = next(iter(self.evaluators.values()))
-        with suppress(UsageError, RuntimeError), evaluator.spare_pool() as pool:  # if it fails, scores() plays the rest
+        with suppress(UsageError, RuntimeError, OSError), evaluator.spare_pool() as pool:
             while self._left and not self._ended:
-                whose = self._left[0][0]
-                self._play(whose, [board for owner, board in list(self._left)[: self.FEW] if owner == whose], pool)
+                whose, board = self._left[0]
+                self._play(whose, [board], pool)
 
     def scores(self) -> dict[str, dict[str, evaluation.Score]]:
         """The scores by stage and program.  What is left to play, all cores play now."""
@@ -245,11 +244,13 @@ class BackgroundGames:
                 for stage, evaluator in self.evaluators.items()}  # fmt: skip
 
 
-def start_controls(stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator]) -> BackgroundGames:
-    """The controls, which begin to play: beside a model's start, which leaves a core idle, and beside training."""
+def start_controls(
+    stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator], others: Mapping[str, str] | None = None
+) -> BackgroundGames:
+    """The controls and other programs begin to play: a model's start leaves a core idle, and so does its training."""
     games = BackgroundGames(stages, evaluator_of)
     if RANK == 0:
-        games.add(controls(next(iter(games.evaluators.values())).keys))
+        games.add({**controls(next(iter(games.evaluators.values())).keys), **(others or {})})
     return games
 
 

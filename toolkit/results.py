@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -52,14 +53,17 @@ def stage_result(
 
 
 def choose_best(evaluator: Evaluator, run: Path, seconds: float, first: Sequence[str] = ()) -> Race:
-    """Find a run's best program: the `first` ones and those of training are the candidates."""
-    return race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], seconds)
+    """Find a run's best program and leave it in its folder.  Candidates: the `first` ones, then those of training."""
+    found = race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], seconds)
+    for source in found.ranking[:1]:
+        runs.write_program(run / "best_strategy.py", source, evaluator.config)
+        (run / "best_game.json").unlink(missing_ok=True)  # of an earlier result
+    return found
 
 
-def keep_best(evaluator: Evaluator, run: Path, step: int, source: str, games: Sequence[GameResult]) -> None:
-    """Leave a run's best program in its folder, with the best of its games on held-out boards."""
+def keep_game(evaluator: Evaluator, run: Path, step: int, source: str, games: Sequence[GameResult]) -> None:
+    """Leave the best of the best program's games on held-out boards in a run's folder and among its curves."""
     game = best_game(evaluator, games)
-    runs.write_program(run / "best_strategy.py", source, evaluator.config)
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     watch.show_best(run, step, source, game)
 
@@ -68,7 +72,7 @@ def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
     """Find and keep the best program of an interrupted run."""
     for source in choose_best(evaluator, run, QUICK_SECONDS).ranking[:1]:
         (games,) = evaluator.play([source], evaluator.held_out[:QUICK_BOARDS], record=True)
-        keep_best(evaluator, run, step, source, games)
+        keep_game(evaluator, run, step, source, games)
 
 
 def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
@@ -102,7 +106,7 @@ def write_result(
         scores[stage] = stage_result(here, known, played[stage])
     source = best.ranking[0] if best.ranking else ""
     if source:
-        keep_best(evaluator, run, progress.steps, source, games.games[next(iter(scores)), evaluation.BEST])
+        keep_game(evaluator, run, progress.steps, source, games.games[next(iter(scores)), evaluation.BEST])
     result = {
         "scores": scores,
         "races": races,
@@ -120,6 +124,12 @@ def write_result(
     return result, source
 
 
+def again(run: Path) -> str:
+    """The command that goes on with a run."""
+    folder = [] if run.parent == Path("outputs") else ["--output-dir", str(run.parent)]
+    return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name])
+
+
 def conclude(
     progress: watch.Progress, model: Any, tokenizer: Any, jailed: bool, started: float, console: Console
 ) -> dict[str, Any]:  # fmt: skip
@@ -135,28 +145,29 @@ def conclude(
         say("choosing the best program so far (Ctrl-C skips this)")
         by_first_rank(partial(keep_quick_best, evaluator, run, progress.steps))
         say(by_first_rank(partial(report.try_report, run)))
-        say(f"stopped after step {progress.steps}; to resume: --run-name {run.name}")
+        say(f"stopped after step {progress.steps}; to resume: {again(run)}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.collapsed:
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     try:
-        say(f"playing {config.games} held-out boards with the trained model")
+        boards = sum(len(here.held_out) for here in progress.evaluators.values())
+        say(f"playing {boards} held-out boards with the trained model")
         after = evaluate_model(progress.evaluators, model, tokenizer)
         say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
-        sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=COOL)
+        sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
         best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
         if best.ranking and RANK == 0:
             progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
         count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
         if count:
-            say(f"sampling {count} programs from the untrained model")
+            say(f"sampling {count} programs from the untrained model, as a control")
         with model.disable_adapter():
             untrained = sampled_programs(evaluator, model, tokenizer, count)
         write = partial(write_result, progress, after, best, count, untrained, jailed, started, say)
         result, source = by_first_rank(write)
     except KeyboardInterrupt:
         say(report.try_report(run))
-        say(f"training is complete, its evaluation is not; to repeat that: --run-name {run.name}")
+        say(f"training is complete, its evaluation is not; to repeat that: {again(run)}")
         raise
     watch.show_scores(console, result)
     if source:

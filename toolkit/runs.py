@@ -244,6 +244,7 @@ def open_run(config: RunConfig) -> Path:
     A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
     UsageError if the run is finished, another process trains in it, or the folder cannot be written.
     """
+    from toolkit import tiny
     from toolkit.machine import library_versions  # machine.py imports this file
 
     name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -258,7 +259,7 @@ def open_run(config: RunConfig) -> Path:
             if any(path.name != "origin.json" and path.name[0] != "." for path in run.iterdir()):
                 raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
             began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            origin = {"started": began, "versions": library_versions(), "git": git_state()}
+            origin = {"started": began, "versions": library_versions(), "git": git_state(), "tiny": tiny.VERSION}
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
         lock(run)
@@ -304,7 +305,13 @@ def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
 
 
 def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
-    """Raise UsageError if a resumed run would get another value for a field that must stay as it was."""
+    """Raise UsageError if a resumed run would get another embedded model, or another value for a field."""
+    from toolkit import tiny
+
+    origin = read_json(stored.output_dir / stored.run_name / "origin.json")
+    if config.model == "tiny" and origin.get("tiny", tiny.VERSION) != tiny.VERSION:
+        raise UsageError(f"{stored.run_name} began with version {origin['tiny']} of the embedded model, and this is "
+                         f"{tiny.VERSION}: choose another --run-name")  # fmt: skip
     for name, value in vars(stored).items():
         asked = getattr(config, name)
         if name in changeable or name in ("output_dir", "run_name") or (name == "steps" and asked > value):

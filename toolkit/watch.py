@@ -46,8 +46,9 @@ def excerpt(source: str, usual: Container[str], most: int) -> str:
 
 
 LEGEND = """\
-reward: mean of a step's answers, ± standard deviation; won: games that made the target; loads: answers with a program
-that loads; distinct: answers that differ within their group, which is all answers to one prompt"""
+reward: mean of a step's answers, ± standard deviation; won: games that made the stage's target; loads: answers with a
+program that loads; distinct: answers that differ within their group, which is all answers to one prompt; no gradient:
+groups with equal rewards, from which nothing can be learned"""
 
 
 class TrainingView:
@@ -110,7 +111,7 @@ class TrainingView:
             source, tile, found = best
             most = max(4, self._console.height - 10)
             shown = Text(excerpt(source, step.usual, most), overflow="ellipsis", no_wrap=True)
-            title = f"best program so far, without the usual lines: tile {tile:.0f} in step {found}"
+            title = f"best program so far, without the usual lines: mean tile {tile:.0f} in step {found}"
             parts.append(Panel(shown, title=title, expand=False))
         self._live.update(Group(*parts), refresh=True)
 
@@ -346,7 +347,8 @@ class Progress:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
         file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
-            self._view.say(f"playing {self._config.games} held-out boards with the untrained model")
+            count = sum(len(evaluator.held_out) for evaluator in self.evaluators.values())
+            self._view.say(f"playing {count} held-out boards with the untrained model")
             scores = evaluate_model(self.evaluators, self._trainer.model, self._trainer.processing_class)
             before = {stage: asdict(score) for stage, score in scores.items()}
             if RANK == 0:
