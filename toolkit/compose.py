@@ -36,32 +36,32 @@ def expected(board):
     boards = boards[:: len(boards) // ¦{cells}¦ + 1]
     return ¦{pooled}¦
 """
-TERMS = {  # of a row, with the sign of a weight that makes sense
-    "row.count(0)": 1,
-    "sum(a == b > 0 for a, b in pairs)": 1,
-    "len(set(row))": -1,
-    "max(ranks)": 1,
-    "sum(ranks)": -1,
+TERMS = {  # of a row, all on one scale, with the sign of a weight that makes sense
+    "10 * row.count(0)": 1,
+    "10 * sum(a == b > 0 for a, b in pairs)": 1,
+    "10 * len(set(row))": -1,
+    "10 * max(ranks)": 1,
+    "3 * sum(ranks)": -1,
     "sum(a * a for a in ranks)": -1,
-    "sum(a**3 for a in ranks)": -1,
-    "sum(abs(a - b) for a, b in pairs)": -1,
-    "sum(abs(a - b) == 1 for a, b in pairs)": 1,
-    "min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))": -1,
+    "sum(a**3 for a in ranks) // 10": -1,
+    "3 * sum(abs(a - b) for a, b in pairs)": -1,
+    "10 * sum(abs(a - b) == 1 for a, b in pairs)": 1,
+    "10 * min(sum(a - b for a, b in pairs if a > b), sum(b - a for a, b in pairs if a < b))": -1,
     "min(sum(a**2 - b**2 for a, b in pairs if a > b), sum(b**2 - a**2 for a, b in pairs if a < b))": -1,
-    "min(sum(a**4 - b**4 for a, b in pairs if a > b), sum(b**4 - a**4 for a, b in pairs if a < b))": -1,
-    "ranks[0]": 1,
-    "ranks[-1]": -1,
-    "(ranks == sorted(ranks))": 1,
-    "(max(ranks) in (ranks[0], ranks[-1]))": 1,
+    "min(sum(a**4 - b**4 for a, b in pairs if a > b), sum(b**4 - a**4 for a, b in pairs if a < b)) // 10": -1,
+    "10 * ranks[0]": 1,
+    "10 * ranks[-1]": -1,
+    "100 * (ranks == sorted(ranks))": 1,
+    "100 * (max(ranks) in (ranks[0], ranks[-1]))": 1,
 }
-WEIGHTS = (1, 3, 10, 30, 100, 300)
+WEIGHTS = (1, 3, 10, 30, 100)
 SIGNS = {1: 3, -1: 1}  # how often a weight has the sign that makes sense, or the other one
 STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[-1][-1]", "sum(board[0])",
           "sum(board[-1])", "sum(r[0] for r in board)", "sum(r == sorted(r) for r in board)")  # fmt: skip
 
 # Choices, and how often each is composed.
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
-SEARCHES = {"value": 60, "best": 15, "expected": 25}  # the next board, the best board two moves on, with a tile between
+SEARCHES = {"value": 73, "best": 15, "expected": 12}  # the next board, the best one two moves on, with a tile between
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
 KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has
@@ -69,9 +69,10 @@ FACTORS = (1, 2, 3, 5)  # of the state that chooses among them
 TERM_COUNTS = {2: 2, 3: 2, 4: 1}
 LINE_VALUES = ("sum(map(worth, board)) + sum(map(worth, zip(*board)))", "sum(map(worth, board))",
                "sum(map(worth, zip(*board)))")  # fmt: skip
-PLACES = {"": 6, "board[0][0].bit_length()": 1, "board[-1][-1].bit_length()": 1, "max(board[0]).bit_length()": 1}
-DEAD = (0, 10, 100, 1000, 10000, 100000)
-CELLS = (2, 6)  # how many empty cells the next tile is tried on, at most
+PLACES = {"": 6, "10 * board[0][0].bit_length()": 1, "10 * board[-1][-1].bit_length()": 1,
+          "10 * max(board[0]).bit_length()": 1}  # fmt: skip
+DEAD = (0, 10**4, 10**8)
+CELLS = (1, 6)  # how many empty cells the next tile is tried on, at most
 POOLED = {"sum(map(best, boards)) / len(boards)": 3, "min(map(best, boards))": 1, "max(map(best, boards))": 1}
 
 

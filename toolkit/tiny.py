@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-VERSION = 8  # part of the cache folder's name: raise it with every change that changes the weights
+VERSION = 9  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
 POSITIONS = 1024  # tokens of a prompt with its answer, at most
 
