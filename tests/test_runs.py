@@ -190,7 +190,7 @@ def test_a_new_run_has_its_config_its_origin_and_a_name(tmp_path: Path) -> None:
     assert run.name.startswith("name-2")  # the model's name and the time
     assert (tmp_path / "latest").resolve() == run
     assert json.loads((run / "config.json").read_text())["learning_rate"] == 0.5
-    assert set(json.loads((run / "origin.json").read_text())) == {"started", "versions", "git"}
+    assert set(json.loads((run / "origin.json").read_text())) == {"started", "versions", "git", "tiny"}
 
 
 def test_a_run_that_has_begun_keeps_its_config(tmp_path: Path) -> None:
