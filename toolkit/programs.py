@@ -194,6 +194,7 @@ class BackgroundGames:
     """Programs' games on the held-out boards: beside other work, as far as the cores have time.
 
     `evaluators` has an Evaluator for each stage by its name in results: the board alone where no other stage has it.
+    `first` is that of the first stage; `boards` counts the held-out boards of all stages.
     Games of the first stage are played to their end, those of the others to their target, because on 6x6 even random
     moves make 2048.
     """
@@ -203,7 +204,8 @@ class BackgroundGames:
         sizes = [size for size, _ in distinct]
         names = [stage_name(*stage) if sizes.count(stage[0]) > 1 else f"{stage[0]}x{stage[0]}" for stage in distinct]
         made = [evaluator_of(*distinct[0]), *(evaluator_of(size, target, target) for size, target in distinct[1:])]
-        self.evaluators, self._ended = dict(zip(names, made, strict=True)), False
+        self.evaluators, self.first, self._ended = dict(zip(names, made, strict=True)), made[0], False
+        self.boards = sum(len(evaluator.held_out) for evaluator in made)
         self._sources: dict[str, str] = {}
         self._left = deque[tuple[tuple[str, str], int]]()  # stage and name of the program, and a board
         self._thread: threading.Thread | None = None
@@ -226,8 +228,7 @@ class BackgroundGames:
             self._left.popleft()
 
     def _play_beside(self) -> None:
-        evaluator = next(iter(self.evaluators.values()))
-        with suppress(UsageError, RuntimeError, OSError), evaluator.spare_pool() as pool:
+        with suppress(UsageError, RuntimeError, OSError), self.first.spare_pool() as pool:
             while self._left and not self._ended:
                 whose, board = self._left[0]
                 self._play(whose, [board], pool)
@@ -250,7 +251,7 @@ def start_controls(
     """The controls and other programs begin to play: a model's start leaves a core idle, and so does its training."""
     games = BackgroundGames(stages, evaluator_of)
     if RANK == 0:
-        games.add({**controls(next(iter(games.evaluators.values())).keys), **(others or {})})
+        games.add({**controls(games.first.keys), **(others or {})})
     return games
 
 

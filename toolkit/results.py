@@ -100,7 +100,7 @@ def write_result(
         races[BEST_OF_N] = {"sampled": count, **found.summary()}
     say("playing the held-out boards with the best programs and the controls")
     scores, played = {}, games.scores()
-    for stage, here in progress.evaluators.items():
+    for stage, here in games.evaluators.items():
         reached = played[stage].pop(evaluation.BEST, None)
         known = {"before": progress.before[stage], "after": after[stage], "best": reached}
         scores[stage] = stage_result(here, known, played[stage])
@@ -150,9 +150,8 @@ def conclude(
     if progress.collapsed:
         say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
     try:
-        boards = sum(len(here.held_out) for here in progress.evaluators.values())
-        say(f"playing {boards} held-out boards with the trained model")
-        after = evaluate_model(progress.evaluators, model, tokenizer)
+        say(f"playing {progress.games.boards} held-out boards with the trained model")
+        after = evaluate_model(progress.games.evaluators, model, tokenizer)
         say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
         sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
         best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))

@@ -281,8 +281,7 @@ class Progress:
     ) -> None:  # fmt: skip
         """`games` are played beside training."""
         self._trainer, self._rollouts = trainer, rollouts
-        self.games, self.evaluators, self.run = games, games.evaluators, run
-        self.evaluator = next(iter(games.evaluators.values()))
+        self.games, self.evaluator, self.run = games, games.first, run
         self._config: WatchedConfig = self.evaluator.config
         self._random_won = cache(lambda size, target: random_moves_win(self.evaluator.at(size, target)))
         self._view, self._watcher = TrainingView(console, self._config.steps), Watcher(self._config)
@@ -347,9 +346,8 @@ class Progress:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
         file = self.run / "before.json"
         if not (before := by_first_rank(partial(runs.read_json, file))):
-            count = sum(len(evaluator.held_out) for evaluator in self.evaluators.values())
-            self._view.say(f"playing {count} held-out boards with the untrained model")
-            scores = evaluate_model(self.evaluators, self._trainer.model, self._trainer.processing_class)
+            self._view.say(f"playing {self.games.boards} held-out boards with the untrained model")
+            scores = evaluate_model(self.games.evaluators, self._trainer.model, self._trainer.processing_class)
             before = {stage: asdict(score) for stage, score in scores.items()}
             if RANK == 0:
                 runs.write_whole(file, json.dumps(before) + "\n")
