@@ -37,7 +37,7 @@ class Args:
 
     count: int = 10_000  # composed programs
     games: int = 256  # held-out boards
-    seconds: float = 20.0  # of the race; a run's default
+    seconds: float = program.TrainConfig.race_seconds  # of the race; a run's default
     seed: int = 1
 
 
