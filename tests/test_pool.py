@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -100,6 +102,17 @@ def test_close_leaves_no_process() -> None:
     assert len(processes) == 4
     pool.close()
     assert wait_until(lambda: not any(map(alive, processes)))
+
+
+def test_a_worker_whose_trainer_is_gone_says_nothing() -> None:
+    """A trainer that ended with an error left an answer unread, and the worker's traceback behind its own last line."""
+    mine, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-s", "-S", str(helpers.ROOT / "gpt_2048_rl.py"), "worker", "0", "1"]
+    with subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.PIPE) as worker:
+        theirs.close()
+        assert select.select([mine], [], [], 20)[0]
+        mine.close()
+        assert worker.communicate(timeout=20)[1] == b""
 
 
 @pytest.mark.parametrize("priority", [0, 19])

@@ -357,6 +357,34 @@ def test_the_replay_plays_to_the_end_and_stops(recorded: Path, browser: Browser)
         assert shown(page, "#status").startswith(f"Move {total:,} of")
 
 
+def test_the_replay_jumps_to_each_new_largest_tile(recorded: Path, browser: Browser) -> None:
+    """A game of 32,639 moves at ten a second took 54 minutes."""
+    game = json.loads((recorded / "best_game.json").read_text())
+    with Page(browser) as page:
+        page.open(recorded / "report.html")
+        seen = [max(shown_board(page))]
+        while seen[-1] < game["max_tile"]:
+            page.run("document.getElementById('tile').click()")
+            seen.append(max(shown_board(page)))
+        before = page.run("document.getElementById('back').click(), Number(document.getElementById('position').value)")
+        assert max(shown_board(page)) == seen[-2]
+    assert seen == sorted(set(seen))
+    assert before < len(game["moves"])
+
+
+def test_any_game_plays_in_half_a_minute(recorded: Path, browser: Browser) -> None:
+    with Page(browser) as page:
+        page.open(recorded / "report.html")
+        total = page.run("Number(document.getElementById('position').max)")
+        page.run("window.requestAnimationFrame = frame => setTimeout(() => frame(clock += 100)), window.clock = 0")
+        page.run("performance.now = () => clock")
+        page.run("document.getElementById('play').click()")
+        over = "document.getElementById('play').textContent == 'Play'"
+        page.run(f"new Promise(done => (function wait() {{ {over} ? done() : setTimeout(wait) }})())")
+        assert page.run("clock") == pytest.approx(30_000, abs=30_000 / total + 200)
+        assert shown(page, "#status").startswith(f"Move {total:,} of")
+
+
 def test_every_control_has_a_name(recorded: Path, browser: Browser) -> None:
     with Page(browser) as page:
         page.open(recorded / "report.html")
