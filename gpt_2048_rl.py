@@ -1020,18 +1020,16 @@ def worker_main(core: int, jailed: bool) -> None:
     except JailError as error:
         refusal = error.args[0]
     resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
-    print(json.dumps({"refusal": refusal}), flush=True)
-    if refusal:
-        return
     try:
-        for line in sys.stdin:
+        print(json.dumps({"refusal": refusal}), flush=True)
+        for line in () if refusal else sys.stdin:
             if not referee.lives():
                 return
             print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this has not died over the job
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-    except BrokenPipeError:  # the trainer is gone
+    except ConnectionError:  # the trainer is gone
         os._exit(1)
 
 
@@ -1825,11 +1823,11 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         chat_template_kwargs=template_arguments(config.reasoning),
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
-        optim="adamw_8bit" if gpu and not plain else "adamw_torch_fused", epsilon_high=config.epsilon,
+        optim="adamw_torch_fused", epsilon_high=config.epsilon,  # in 8 bits each small tensor has its own kernels
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
         **({"gradient_checkpointing": gpu} if plain else {}),  # Unsloth's loader has set it
-        # Without this number, Unsloth splits a batch by the memory that is free at the moment.
-        **({"unsloth_grpo_mini_batch": config.batch_size} if gpu and not plain else {}),
+        # In how many forward passes Unsloth takes a batch.  Unnamed, that follows from the memory free at the moment.
+        **({"unsloth_grpo_mini_batch": 1} if gpu and not plain else {}),
         **(server if config.vllm_server else {}),
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
@@ -1869,7 +1867,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
-    ranks.join_ranks(config, machine.prepare_environment)
+    ranks.join_ranks(config, partial(machine.prepare_environment, rows=machine.rows_at_once(config)))
     pool = shared_pool(jailed=not config.unsafe_no_jail)
     run = by_first_rank(partial(runs.open_run, config))
     games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))

@@ -2,20 +2,22 @@
 """How fast is training?  Whole steps of the program's own trainer, with several numbers of completions.
 
     python benchmarks/bench_gpu.py                # gpt-oss-20b's shape with random weights; the embedded model on a CPU
-    python benchmarks/bench_gpu.py --precision 4bit --batches 32
+    python benchmarks/bench_gpu.py --form bf16 --batches 32
 
-Nothing is downloaded.  On a GPU the weights are random, in the shape of gpt-oss-20b and in MXFP4 as published: all 24
-layers if disk and memory allow, otherwise as many as fit; the table says how many.  Each sampled token is replaced by
-one of a prepared program, like the embedded model's, filled up with a comment.  So steps are realistic: the model
-computes as always, programs end at different times, players play them, rewards differ, and there is a gradient.  One
-step warms up, the others are measured.
+Nothing is downloaded.  On a GPU the weights are random, in the shape of gpt-oss-20b and in one of the forms in which it
+is published (checkpoints.py): all 24 layers if disk and memory allow, otherwise as many as fit, and the table says how
+many.  Each sampled token is replaced by one of a prepared program, like the embedded model's, filled up with a comment.
+So steps are realistic: the model computes as always, programs end at different times, players play them, rewards
+differ, and there is a gradient.  One step warms up, the others are measured.
 
-The bound is the time to read the weights that the completions need for each token: 4 of 32 experts for one completion,
-nearly all from 16 on.  The bandwidth is measured with a copy.  Prints a table and one JSON line.
+The bound is the time to read what the completions need for each token: their keys and values, and the weights, which
+means 4 of 32 experts for one completion and nearly all from 16 on.  The bandwidth is measured with a copy.  Prints a
+table and one JSON line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,15 +27,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import checkpoints  # noqa: E402
 import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -49,9 +52,10 @@ class Args:
     batches: tuple[int, ...] = (1, 4, 16, 32)  # completions per step; 1 is only generated, not trained
     steps: int = 3  # measured steps for each
     tokens: int = 200  # tokens of the longest completion
-    precision: Literal["mxfp4", "4bit", "16bit"] = "mxfp4"  # of the weights in memory; a CPU uses float32
+    form: Literal["nf4", "mxfp4", "bf16"] = "nf4"  # of the weights in memory; a CPU uses float32
     layers: int = 24
-    model: str = ""  # a folder with a model, instead of random weights
+    chunks: int = 1  # into which Unsloth cuts a micro-batch of the update; the program leaves it whole
+    model: str = ""  # a folder with a model, or tiny, instead of random weights
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ class Measured:
     update: float
     peak: float  # bytes
     bound: float  # tokens per second in generation that the memory bandwidth allows
+    forwards: float  # forward passes with a gradient, in a step
+    gap: float  # between the sampler's log-probabilities and the trained model's, in nats
+    launches: float  # kernels launched for a token
 
     @property
     def step(self) -> float:
@@ -77,42 +84,42 @@ class Measured:
         return self.tokens / self.generate
 
 
-def made_up_gpt_oss(folder: Path, layers: int, packed: bool) -> None:
-    """Write a gpt-oss-20b with random weights, in bfloat16 or with experts in MXFP4, and the embedded tokenizer."""
+def made_up_gpt_oss(folder: Path, layers: int, form: str) -> None:
+    """Write a gpt-oss-20b with random weights in one of the FORMS, and the embedded model's tokenizer."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer, GptOssConfig
+    from transformers import GptOssConfig
 
-    AutoTokenizer.from_pretrained(tiny.warm_start(program.tiny_task())).save_pretrained(folder)
-    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, pad_token_id=1)
+    task, corpus = program.tiny_task(), random.Random(tiny.SEED)
+    start = tiny.DEFAULT_CONFIG
+    tokenizer = tiny.train_tokenizer(*tiny.draw_corpus(corpus, task, start), task.alphabet, start.vocab)
+    tokenizer.save_pretrained(folder)
+    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, pad_token_id=tokenizer.pad_token_id,
+                          bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
     config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     index: dict[str, str] = {}
     for name, shape in machine.parameter_shapes(config).items():
-        tensors: dict[str, torch.Tensor] = {}
-        if packed and export.EXPERT_WEIGHTS.search(name):
-            experts, inputs, outputs = shape
-            blocks = (experts, outputs, inputs // 32, 16)
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, device=device)
-            tensors[f"{name}_scales"] = torch.full(blocks[:3], 127 - 8, dtype=torch.uint8)  # weights up to 6 / 256
-        elif name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
-        else:
-            tensors[name] = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
+        weight = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
+        if name.endswith("norm.weight"):
+            weight = torch.ones(shape, dtype=torch.bfloat16)
+        tensors = checkpoints.stored(name, weight, form)
         file = f"model-{len(index):05d}.safetensors"
-        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / file,
+                  metadata={"format": "pt"})  # fmt: skip
         index |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    described = config.to_dict() | ({"quantization_config": export.MXFP4_CONFIG} if packed else {})
-    (folder / "config.json").write_text(json.dumps(described, indent=2))
+    packing = {"quantization_config": checkpoints.FORMS[form]} if checkpoints.FORMS[form] else {}
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | packing, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
 
 
-def layers_that_fit(folder: Path, wanted: int, packed: bool) -> int:
+def layers_that_fit(folder: Path, wanted: int, form: str) -> int:
     """How many layers of gpt-oss-20b fit on the disk and in the GPU's memory."""
     import torch
 
-    layer, rest = (0.425e9 + 0.055e9 if packed else 1.65e9), 2.4e9  # bytes
+    layer, rest = (1.65e9 if form == "bf16" else 0.425e9 + 0.055e9), 2.4e9  # bytes
     disk, memory = shutil.disk_usage(folder).free - 2e9, torch.cuda.mem_get_info()[0] - 12e9
     return max(1, min(wanted, int((min(disk, memory) - rest) / layer)))
 
@@ -131,12 +138,12 @@ def answers(count: int, tokens: int, tokenizer: Any) -> list[list[int]]:
     return made
 
 
-def forced(generate: Callable[..., Any], rows: list[list[int]]) -> Callable[..., Any]:
-    """A model's generate, with every sampled token replaced by the one in these rows."""
+@contextlib.contextmanager
+def forced(model: Any, rows: list[list[int]]) -> Iterator[None]:
+    """Every token that the model samples is replaced by the one in these rows, after its probability is noted."""
     import torch
-    from transformers import LogitsProcessor
 
-    class Forced(LogitsProcessor):  # type: ignore[misc]
+    class Forced:
         start = 0
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -145,15 +152,51 @@ def forced(generate: Callable[..., Any], rows: list[list[int]]) -> Callable[...,
             tokens = torch.tensor([row[min(at, len(row) - 1)] for row in rows[: len(scores)]], device=scores.device)
             return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
-    @wraps(generate)
-    def generate_rows(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, logits_processor=[Forced()], **kwargs)
+    base = model.get_base_model()
+    processors = base._get_logits_processor
 
-    return generate_rows
+    def and_forced(*args: Any, **kwargs: Any) -> Any:
+        made = processors(*args, **kwargs)
+        made.append(Forced())
+        return made
+
+    base._get_logits_processor = and_forced
+    try:
+        yield
+    finally:
+        del base._get_logits_processor  # with the recorder's
 
 
-def bytes_a_token(folder: Path, completions: int, bits: float, dense_bits: float) -> float:
-    """Bytes to read for one token of each completion: all weights except experts that no completion uses."""
+@contextlib.contextmanager
+def counting(model: Any) -> Iterator[list[bool]]:
+    """The model's forward passes: for each, whether it keeps what a gradient needs."""
+    import torch
+
+    passes: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def launches_a_token(model: Any, tokenizer: Any, config: program.TrainConfig, completions: int) -> float:
+    """Kernels that the processor launches for a token of all completions; 0 where they cannot be counted."""
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    if ProfilerActivity.CUDA not in supported_activities():
+        return 0.0
+    short, asked = replace(config, max_new_tokens=16), [program.build_prompt()] * completions
+    program.sample_completions(model, tokenizer, asked, short)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        program.sample_completions(model, tokenizer, asked, short)
+    launched = sum(int(event.count) for event in seen.key_averages() if "LaunchKernel" in event.key)
+    return launched / short.max_new_tokens
+
+
+def bytes_a_token(folder: Path, completions: int, context: float, bits: float, dense_bits: float) -> float:
+    """Bytes to read for one token of each completion: all weights except experts that no completion uses, and the keys
+    and values of so many tokens before it."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -161,7 +204,8 @@ def bytes_a_token(folder: Path, completions: int, bits: float, dense_bits: float
     experts = sum(size for name, size in sizes.items() if export.EXPERT_WEIGHTS.search(name))
     taken = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** completions
     embeddings = config.vocab_size * config.hidden_size  # only one row is read per token
-    return float((sum(sizes.values()) - experts - embeddings) * dense_bits + taken * experts * bits) / 8
+    cached = 2 * completions * context * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return float((sum(sizes.values()) - experts - embeddings + cached) * dense_bits + taken * experts * bits) / 8
 
 
 def bandwidth() -> float:
@@ -186,8 +230,6 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
     import torch
 
     texts = answers(completions, args.tokens, tokenizer)
-    own = model.generate
-    model.generate = forced(own, texts)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     config = program.TrainConfig(
@@ -195,69 +237,79 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         generations=max(2, min(16, completions)), max_new_tokens=args.tokens,
         eval_batch_size=completions, save_steps=10**6, patience=10**6,
     )  # fmt: skip
-    try:
-        if completions == 1:
-            seconds = []
+    generate, score, update, gap, forwards = 0.0, 0.0, 0.0, 0.0, 0.0
+    if completions == 1:
+        seconds = []
+        with forced(model, texts):
             for _ in range(config.steps):
                 started = time.perf_counter()
                 program.sample_completions(model, tokenizer, [program.build_prompt()], config)
                 seconds.append(time.perf_counter() - started)
-            generate, score, update = statistics.median(seconds[1:]), 0.0, 0.0
-        else:
-            stage = program.Stage(6, 2048)
-            ladder = program.Ladder([stage])
-            rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
-            rows = program.training_set(config, ladder)
-            trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-            (scratch / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), stage.target))}))
-            games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
-            watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True)).train()
-            steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
-            generate, score, update = (
-                statistics.median(step[f"seconds/{part}"] for step in steps) for part in ("generate", "score", "update")
-            )
-    finally:
-        model.generate = own
+        generate = statistics.median(seconds[1:])
+    else:
+        stage = program.Stage(6, 2048)
+        ladder = program.Ladder([stage])
+        rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
+        rows = program.training_set(config, ladder)
+        trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
+        if args.chunks > 1:
+            trainer.args.unsloth_grpo_mini_batch = args.chunks
+        (scratch / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), stage.target))}))
+        games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
+        progress = watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True))
+        with forced(model, texts), counting(model) as passes:
+            progress.train()
+        steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
+        generate, score, update, gap = (
+            statistics.median(step[name] for step in steps)
+            for name in ("seconds/generate", "seconds/score", "seconds/update", "sampler/gap")
+        )
+        forwards = sum(passes) / progress.steps
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # fmt: skip
-    return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound)
+    launches = launches_a_token(model, tokenizer, config, completions)
+    return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound, forwards, gap, launches)
 
 
 def main(args: Args) -> int:
     """Measure and print."""
-    machine.prepare_environment(offline=True)
+    machine.prepare_environment(offline=True, rows=max(args.batches))
     import torch
     import unsloth  # noqa: F401 - before torch
 
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        folder, layers = Path(args.model) if args.model else tiny.warm_start(program.tiny_task()), 0
+        embedded = args.model == "tiny" or not (gpu or args.model)
+        folder, layers = tiny.warm_start(program.tiny_task()) if embedded else Path(args.model), 0
         if gpu and not args.model:
-            packed = args.precision == "mxfp4"
-            folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, packed)
+            folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, args.form)
             folder.mkdir()
-            made_up_gpt_oss(folder, layers, packed)
-        config = program.TrainConfig(load_in_4bit=args.precision == "4bit", load_in_16bit=args.precision == "16bit",
+            made_up_gpt_oss(folder, layers, args.form)
+        config = program.TrainConfig(load_in_4bit=args.form == "nf4", load_in_16bit=args.form == "bf16",
                                      max_new_tokens=args.tokens)  # fmt: skip
         started = time.perf_counter()
         model, tokenizer = program.load_model(str(folder), config, lambda _: None)
         model = program.add_adapters(model, config)
         loading = time.perf_counter() - started
-        bits = {"mxfp4": 4.25, "4bit": 4.13, "16bit": 16.0}[args.precision] if gpu else 32.0
-        speed, measured = bandwidth(), []
+        bits = {"mxfp4": 4.25, "nf4": 4.13, "bf16": 16.0}[args.form] if gpu else 32.0
+        speed, measured = bandwidth(), list[Measured]()
+        context = len(tokenizer(program.build_prompt())["input_ids"]) + args.tokens / 2
         for completions in args.batches:
-            bound = completions * speed / bytes_a_token(folder, completions, bits, 16.0 if gpu else 32.0)
+            needed = bytes_a_token(folder, completions, context, bits, 16.0 if gpu else 32.0)
+            bound = completions * speed / needed
             measured.append(measure(model, tokenizer, completions, args, scratch, bound))
-    what = f"{layers} layers of gpt-oss-20b, {args.precision}" if layers else str(args.model or "the embedded model")
+    what = f"{layers} layers of gpt-oss-20b, {args.form}" if layers else str(args.model or "tiny")
     device = torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores"
     title = f"{what} on {device}, {speed / 1e9:.0f} GB/s; loaded in {loading:.0f} s"
-    table = Table("rows", "tokens/s", "of bound", "generate s", "score", "update", "step", "score", "GB", title=title)
+    table = Table("rows", "tokens/s", "of bound", "launches", "GB", "generate s", "score", "update", "step", "score",
+                  "forwards", "gap", title=title)  # fmt: skip
     for m in measured:
-        parts = [f"{m.score:.2f}", f"{m.update:.2f}", f"{m.step:.2f}", f"{m.score / m.step:.1%}"]
-        table.add_row(str(m.completions), f"{m.speed:.0f}", f"{m.speed / m.bound:.1%}", f"{m.generate:.2f}",
-                      *(parts if m.completions > 1 else [""] * 4), f"{m.peak / 1e9:.1f}")  # fmt: skip
-    Console().print(table)
+        parts = [f"{m.score:.2f}", f"{m.update:.2f}", f"{m.step:.2f}", f"{m.score / m.step:.1%}", f"{m.forwards:.0f}",
+                 f"{m.gap:.1g}"]  # fmt: skip
+        table.add_row(str(m.completions), f"{m.speed:.0f}", f"{m.speed / m.bound:.1%}", f"{m.launches:.0f}",
+                      f"{m.peak / 1e9:.1f}", f"{m.generate:.2f}", *(parts if m.completions > 1 else []))  # fmt: skip
+    Console(width=120).print(table)
     print(json.dumps({"args": asdict(args), "device": device, "layers": layers, "bandwidth": speed, "loading": loading,
                       "measured": [asdict(m) for m in measured]}, default=str))  # fmt: skip
     return 0

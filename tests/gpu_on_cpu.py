@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 tests/gpu_on_cpu.py gpt_2048_rl.py train ...     two of them
 
 Its loader, 4-bit classes, LoRA on experts, gpt-oss attention, generation and generated GRPO trainer run as they are, on
-bfloat16 tensors.  Not what only a GPU has: Triton's kernels, torch.compile, 8-bit kernels, memory, speed.  Tensors go
+bfloat16 tensors.  Not what only a GPU has: Triton's and CUDA's kernels, torch.compile, memory, speed.  Tensors go
 to "cuda" and stay where they are; FlexAttention is written out, because PyTorch's has no backward pass on a CPU.  Of
 TRL's trainers Unsloth rewrites only those of SFT and GRPO: a third of its import would be spent on the others.
 """

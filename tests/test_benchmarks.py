@@ -184,9 +184,9 @@ def test_whole_steps_are_measured_on_a_cpu_too(base: Path) -> None:
         assert 0 < row["tokens"] / row["generate"] < row["bound"]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_made_up_gpt_oss_loads(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small shape here; in MXFP4 as it is published, and in bfloat16."""
+@pytest.mark.parametrize("form", ["mxfp4", "bf16"])
+def test_a_made_up_gpt_oss_loads(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small shape here.  What is made in NF4 loads in test_gpu.py."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
@@ -196,14 +196,35 @@ def test_a_made_up_gpt_oss_loads(packed: bool, tmp_path: Path, monkeypatch: pyte
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
              "head_dim": 32, "vocab_size": 1024}  # fmt: skip
     monkeypatch.setattr(transformers, "GptOssConfig", lambda **more: GptOssConfig(**(more | small)))
-    bench_gpu.made_up_gpt_oss(tmp_path, 2, packed)
+    bench_gpu.made_up_gpt_oss(tmp_path, 2, form)
     model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, quantization_config=Mxfp4Config(dequantize=True) if packed else None
-    )
+        tmp_path, output_loading_info=True,
+        quantization_config=Mxfp4Config(dequantize=True) if form == "mxfp4" else None,
+    )  # fmt: skip
     assert not any(report.values()), report
     assert len(model.model.layers) == 2
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
     assert model.model.layers[0].mlp.experts.down_proj.abs().max() > 0
+
+
+@pytest.mark.long
+def test_the_campaign_for_a_borrowed_gpu_runs_dry(base: Path, tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "gpu_campaign.py"
+    command = [sys.executable, script, "smoke", "nf4", "chunks", "--dry-run", "--out", tmp_path, "--seconds", "300"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = {part: json.loads((tmp_path / f"{part}.json").read_text())["runs"] for part in ("smoke", "nf4", "chunks")}
+    assert "resuming after step 1" in "\n".join(told["smoke"][1]["said"])
+    assert [run["environment"] for run in told["nf4"]] == [{}, {"UNSLOTH_COMPILE_DECODE": "1"}]
+    forwards = {part: told[part][0]["told"]["measured"][0]["forwards"] for part in ("nf4", "chunks")}
+    assert forwards == {"nf4": 1, "chunks": 2}
+
+
+def test_a_command_of_the_campaign_that_takes_too_long_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    campaign = importlib.import_module("gpu_campaign")
+    slow = campaign.run(campaign.Command(("-c", "import time; print('begun', flush=True); time.sleep(60)")), 2.0, False)
+    assert (slow["status"], slow["told"], slow["said"]) == (124, None, ["begun"])
 
 
 def test_a_stripped_wheel_installs_without_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ experts in MXFP4, and one 4-bit layer for each of them.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,6 @@ import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT
 from tests.preloaded import SCRIPT, Server, run
-from toolkit import export
 
 pytestmark = pytest.mark.long
 
@@ -41,47 +42,17 @@ def on_gpu(server: Server, *arguments: object, script: Path | str = SCRIPT) -> s
 
 def publish(hub: FakeHub, base: Path, folder: Path) -> None:
     """Put the embedded model on the hub under gpt-oss-20b's names."""
-    import torch
-    from bitsandbytes.functional import quantize_4bit
     from safetensors.torch import load_file, save_file
 
-    released: dict[str, torch.Tensor] = {}
-    four_bits: dict[str, torch.Tensor] = {}
-
-    def quantize(name: str, weight: torch.Tensor) -> None:
-        four_bits[name], state = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
-        four_bits.update({f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()})
-
-    for name, weight in load_file(base / "model.safetensors").items():
-        weight = weight.bfloat16()
-        experts, _, projection = name.rpartition(".")
-        if export.EXPERT_WEIGHTS.search(name):
-            packed = zip(*map(export.quantize_mxfp4, weight), strict=True)
-            released |= {f"{name}_{part}": torch.stack(tensors)
-                         for part, tensors in zip(("blocks", "scales"), packed, strict=True)}  # fmt: skip
-            for expert, matrix in enumerate(weight):
-                quantize(f"{experts}.{projection}s.{expert}.weight", matrix.T)
-            continue
-        released[name] = weight
-        if projection.endswith("_proj_bias"):
-            layer = f"{experts}.{projection.removesuffix('_bias')}s"
-            four_bits |= {f"{layer}.{expert}.bias": bias.clone() for expert, bias in enumerate(weight)}
-        elif "self_attn" in name and name.endswith("proj.weight"):
-            quantize(name, weight)
-        else:
-            four_bits[name.replace(".router.", ".router.linear.")] = weight
+    checkpoints = importlib.import_module("benchmarks.checkpoints")
     config = json.loads((base / "config.json").read_text()) | {"dtype": "bfloat16"}
-    bits = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True,
-            "llm_int8_skip_modules": ["router", "lm_head", "embed_tokens"]}  # fmt: skip
-    for name, weights, packing in (
-        ("unsloth/gpt-oss-20b", released, export.MXFP4_CONFIG),
-        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", four_bits, bits),
-    ):
+    weights = load_file(base / "model.safetensors")
+    for name, form in (("unsloth/gpt-oss-20b", "mxfp4"), ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "nf4")):
         place = shutil.copytree(base, folder / name)
-        save_file({key: value.contiguous() for key, value in weights.items()}, place / "model.safetensors",
-                  metadata={"format": "pt"})  # fmt: skip
-        (place / "config.json").write_text(json.dumps(config | {"quantization_config": packing}))
+        tensors = {key: tensor.contiguous() for name, weight in weights.items()
+                   for key, tensor in checkpoints.stored(name, weight.bfloat16(), form).items()}  # fmt: skip
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        (place / "config.json").write_text(json.dumps(config | {"quantization_config": checkpoints.FORMS[form]}))
         hub.publish(name, place)
 
 
@@ -190,3 +161,44 @@ def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base:
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     said = on_gpu(server, "eval", tmp_path / "run", *HELD_OUT, "--games", 2, "--max-new-tokens", 8)
     assert "3x3, held out" in said
+
+
+def count_forwards(*arguments: str) -> None:
+    import torch
+
+    add, passes = program.add_adapters, list[bool]()
+
+    def counted(model: Any, config: program.TrainConfig) -> Any:
+        adapted = add(model, config)
+        adapted.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+        return adapted
+
+    program.add_adapters = counted
+    assert program.main(["train", *arguments]) == 0
+    print(f"{sum(passes)} forward passes with a gradient")
+
+
+def test_a_micro_batch_is_one_forward_pass(server: Server, tmp_path: Path) -> None:
+    """Each row had its own: eight times the work, since every pass unpacks all experts."""
+    said = on_gpu(server, *MODEL, "--output-dir", tmp_path, *SMALL, "--generations", 4, "--batch-size", 4,
+                  "--accumulation", 2, "--steps", 1, "--max-new-tokens", 8,
+                  script=f"{__name__}:{count_forwards.__name__}")  # fmt: skip
+    assert "2 forward passes with a gradient" in said
+
+
+def show_the_weights(*options: str) -> None:
+    config = program.parse_arguments(["train", *options])
+    model, _ = program.load_model(config.model, config, lambda _: None)
+    held = {f"{type(weights).__name__} {weights.dtype}" for name, weights in model.named_parameters()
+            if "experts" in name and weights.ndim > 1 and "bias" not in name}  # fmt: skip
+    print("experts:", *sorted(held))
+
+
+@pytest.mark.parametrize(("options", "held"), [((), "Params4bit torch.uint8"),
+                                               (("--load-in-16bit",), "Parameter torch.bfloat16"),
+                                               (("--no-load-in-4bit",), "uint8")])  # fmt: skip
+def test_weights_are_held_as_the_settings_say(options: tuple[str, ...], held: str, server: Server) -> None:
+    """With --load-in-16bit the experts stayed in MXFP4."""
+    said = on_gpu(server, *MODEL, *options, script=f"{__name__}:{show_the_weights.__name__}")
+    (line,) = (line for line in said.splitlines() if line.startswith("experts:"))
+    assert held in line

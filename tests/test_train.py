@@ -17,7 +17,6 @@ from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import programs, results, stage_name
 from toolkit.runs import OUTCOMES, read_curves
-from toolkit.watcher import sampled_curves
 
 
 def check_the_channel(base: str) -> None:
@@ -199,43 +198,6 @@ def check_the_best_program(folder: str) -> None:
 def test_the_best_program_is_not_chosen_on_the_held_out_boards(tmp_path: Path) -> None:
     """A program that plays only there loses to one that plays everywhere.  A choice made there would flatter it."""
     call(check_the_best_program, tmp_path)
-
-
-def check_the_divergence() -> None:
-    import torch
-
-    model, tokenizer = loaded()
-    generator = torch.Generator().manual_seed(1)
-    for name, weights in model.named_parameters():
-        if "lora_B" in name:
-            weights.data.normal_(std=0.02, generator=generator)
-    prompt, answer = ([tokenizer(text)["input_ids"] for text in pair] for pair in (("a board", "b"), ("up", "down it")))
-    total, tokens = 0.0, 0
-    for row in range(2):
-        ids = torch.tensor([prompt[row] + answer[row]])
-        with torch.no_grad():
-            now = model(ids).logits[:, len(prompt[row]) - 1 : -1].log_softmax(-1)
-            with model.disable_adapter():
-                start = model(ids).logits[:, len(prompt[row]) - 1 : -1].log_softmax(-1)
-        total += torch.nn.functional.kl_div(start, now, log_target=True, reduction="sum").item()
-        tokens += len(answer[row])
-
-    def padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(map(len, rows))
-        fill = [[0] * (width - len(row)) for row in rows]
-        ids = [pad + row if left else row + pad for row, pad in zip(rows, fill, strict=True)]
-        mask = [pad + [1] * len(row) if left else [1] * len(row) + pad for row, pad in zip(rows, fill, strict=True)]
-        return torch.tensor(ids), torch.tensor(mask)
-
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    batch = dict(zip(names, (*padded(prompt, left=True), *padded(answer, left=False)), strict=True))
-    assert total > 0
-    assert sampled_curves(model, batch)["sampled/kl"] == pytest.approx(total / tokens, rel=1e-4)
-
-
-def test_the_divergence_is_that_of_two_distributions(base: Path) -> None:
-    """Against torch's own over whole rows, with a nonzero adapter.  Padding changes nothing."""
-    call(check_the_divergence)
 
 
 def test_training_changes_the_adapter(trained: Run) -> None:

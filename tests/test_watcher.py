@@ -73,15 +73,15 @@ def test_collapse_is_proven_by_lost_steps_in_a_row() -> None:
     watcher = watcher_of(patience=3)
     for flat in (1.0, 1.0, 0.5, 1.0, 1.0):  # one step with a gradient begins the count anew
         watcher.look(dataclasses.replace(HEALTHY, flat=flat), {})
-        assert not watcher.collapsed
+        assert not watcher.ended
     watcher.look(dataclasses.replace(HEALTHY, flat=1.0), {})
-    assert watcher.collapsed
+    assert watcher.ended
 
 
 def test_a_solved_task_is_no_collapse() -> None:
     watcher = watcher_of(patience=1)
     watcher.look(dataclasses.replace(HEALTHY, won=1.0, flat=1.0), {})
-    assert not watcher.collapsed
+    assert not watcher.ended
 
 
 def test_a_solved_stage_is_no_trouble_where_a_harder_one_follows() -> None:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 # Machine
 
 
-def prepare_environment(offline: bool) -> None:
+def prepare_environment(offline: bool, rows: int = 32) -> None:
     """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
 
-    A variable that the user has set stays as it is.
+    `rows` are the completions that are generated together.  A variable that the user has set stays as it is.
     """
     defaults = {
         "TOKENIZERS_PARALLELISM": "false",
@@ -46,8 +46,8 @@ def prepare_environment(offline: bool) -> None:
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled"),  # the default is the working directory
         "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
         "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
-        # 32 completions x 4 routed experts.  With more slots than this, every token decodes all experts.
-        "UNSLOTH_MOE_ROUTED_MAX_SLOTS": "128",
+        # gpt-oss routes each token to 4 experts.  With more slots than this, every token decodes all experts.
+        "UNSLOTH_MOE_ROUTED_MAX_SLOTS": str(4 * rows),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of torch would take the cores that the players need
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
@@ -138,6 +138,12 @@ class ModelConfig(Protocol):
     def eval_batch_size(self) -> int: ...
 
 
+def rows_at_once(config: ModelConfig) -> int:
+    """How many completions a model generates together, at most: those of a step, or a part of an evaluation's."""
+    step = getattr(config, "batch_size", 1) * getattr(config, "accumulation", 1)
+    return max(int(step), config.eval_batch_size)
+
+
 def uses_transformers(config: object) -> bool:
     """Whether the model is loaded by transformers alone, without Unsloth."""
     return bool(getattr(config, "loader", "unsloth") == "transformers")
@@ -186,10 +192,11 @@ def settings_for_unsloth(machine: Machine, config: ModelConfig) -> Settings:
         precision = ("4-bit NF4", "the default; GPUs of 80 GB can take --load-in-16bit")
     else:
         precision = ("as stored", "gpt-oss stays in MXFP4")
-    environment, ptxas = {}, ("triton's own", "")
+    environment = {"UNSLOTH_MXFP4_KEEP_PACKED": "0"} if config.load_in_16bit else {}
+    ptxas = ("triton's own", "")
     if machine.capability >= (10, 0) and machine.triton < (3, 6):
-        environment = {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
-                       "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
+        environment |= {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
+                        "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
         ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
     load = {
         "load_in_4bit": config.load_in_4bit and not config.load_in_16bit,
@@ -372,17 +379,17 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     """Bytes of GPU memory by purpose, estimated from the model's config; empty if that says too little.
 
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
-    adapter takes 10 bytes with its gradient and both moments.  Keys and values are those of all completions of a step.
+    adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
+    generated together.
     """
     from transformers import AutoConfig
 
-    rows = getattr(config, "batch_size", config.eval_batch_size) * getattr(config, "accumulation", 1)
     try:
         model_config = AutoConfig.from_pretrained(str(adapter_base(name) or name))
         shapes = parameter_shapes(model_config)
         text = model_config.get_text_config()
         heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     except Exception:  # transformers does not know every architecture; loading will tell
         return {}
     unpacked = config.load_in_16bit or uses_transformers(config)
@@ -397,8 +404,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     parts = RANKS if SHARDED else 1
     return {
         "weights": weights / parts,
-        "adapters": 10.0 * getattr(config, "lora_rank", 0) * adapted / parts,
-        "keys and values": 2.0 * 2 * rows * config.max_seq_length * text.num_hidden_layers * heads * width,
+        "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
+        "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
         "CUDA and scratch": 3e9,
     }
 
@@ -439,7 +446,7 @@ def prepare(
     """
     base, plain = adapter_base(name), uses_transformers(config)
     local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(layout_of(base))))
-    prepare_environment(offline=local)
+    prepare_environment(local, rows_at_once(config))
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
     if not plain:
         gpu = gpu_is_there()
@@ -476,6 +483,8 @@ def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
+    # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
+    model._optimize_model_for_decode = contextlib.nullcontext
     return model, AutoTokenizer.from_pretrained(name)
 
 

@@ -219,8 +219,8 @@ def headline(run: Run) -> str:
         if player in played.scores:
             found = played.scores[player]
             said += f" {player[0].upper()}{player[1:]}: {found.won:.0%} and {found.largest_tile_median:.0f}."
-    if run.result.get("collapsed"):
-        said += " Training ended early, because nothing more could be learned from its games."
+    if run.result.get("ended"):
+        said += f" Training was stopped: {run.result['ended']}."
     if run.result.get("jailed") is False:
         said += " These programs ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating."
     return said

@@ -147,8 +147,8 @@ def conclude(
         say(by_first_rank(partial(report.try_report, run)))
         say(f"stopped after step {progress.steps}; to resume: {again(run)}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
-    if progress.collapsed:
-        say(f"stopped at step {progress.steps}: nothing to learn for {config.patience} steps in a row (--patience)")
+    if progress.ended:
+        say(f"stopped at step {progress.steps}: {progress.ended}")
     try:
         say(f"playing {progress.games.boards} held-out boards with the trained model")
         after = evaluate_model(progress.games.evaluators, model, tokenizer)

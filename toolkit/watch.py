@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit import evaluation, runs, visible
 from toolkit.programs import BackgroundGames, Game, evaluate_model, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
-from toolkit.watcher import StepSummary, WatchedConfig, Watcher, exponents, sampled_curves
+from toolkit.sampler import Recorder, sampled_curves
+from toolkit.watcher import StepSummary, WatchedConfig, Watcher, exponents
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -291,7 +292,7 @@ class Progress:
         self._summaries: list[tuple[float, float]] = []  # distinct and flat of every step
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
-        self._sampled: dict[str, float] = {}
+        self._recorder, self._sampled = Recorder(trainer.model), dict[str, float]()
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self.before: dict[str, evaluation.Score]  # of the untrained model, by stage
         trainer.curves, trainer.observe = self._curves, self._measure
@@ -303,9 +304,9 @@ class Progress:
         return int(self._trainer.state.global_step)
 
     @property
-    def collapsed(self) -> bool:
-        """Whether the run was ended because there was nothing to learn."""
-        return self._watcher.collapsed
+    def ended(self) -> str:
+        """Why the run was ended before its last step; "" if it was not."""
+        return self._watcher.ended
 
     @property
     def interrupted(self) -> int:
@@ -340,7 +341,7 @@ class Progress:
         judged = self.steps * len(self._rollouts.last["completions"])
         return {"steps": self.steps, "judged": judged, "minutes": round(self._spent / 60, 2),
                 "stage": self._summary.stage, "distinct": round(distinct, 4), "zero_spread": round(flat, 4),
-                "collapsed": self.collapsed}  # fmt: skip
+                "collapsed": bool(self.ended), "ended": self.ended}  # fmt: skip
 
     def begin(self) -> None:
         """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
@@ -357,6 +358,7 @@ class Progress:
     def begin_step(self) -> None:
         """From here on the first interruption lets the step end."""
         self._step_began, self._interruption.waits = time.perf_counter(), True
+        self._recorder.start()
 
     def end_step(self) -> bool:
         """Whether training was interrupted."""
@@ -384,11 +386,11 @@ class Progress:
         self._best = max(programs, key=lambda program: program[1], default=None)
 
     def _measure(self, batch: dict[str, Any]) -> None:
-        """Measure the policy on a batch before it is used."""
-        self._sampled = {}
-        if self.steps % self._config.sampled_every == 0:
-            with self._trainer.compute_loss_context_manager():
-                self._sampled = sampled_curves(self._trainer.model, batch)
+        """Measure the policy on a batch before it is used.  Of several ranks the worst counts."""
+        exact = self.steps % self._config.sampled_every == 0
+        with self._trainer.compute_loss_context_manager():
+            found = gathered([sampled_curves(self._trainer, batch, self._recorder, exact)])
+        self._sampled = {name: max(curves[name] for curves in found) for name in found[0]}
 
     def _curves(self) -> dict[str, float]:
         """Curves of the last step, beside the trainer's own."""
@@ -416,4 +418,4 @@ class Progress:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
         over = config.minutes > 0 and self._spent > 60 * config.minutes
-        return self._watcher.collapsed or by_first_rank(lambda: over)
+        return bool(self._watcher.ended) or by_first_rank(lambda: over)

@@ -119,40 +119,17 @@ class StepSummary:
         return numbers | outcomes | reached
 
 
-def sampled_curves(model: Any, batch: dict[str, Any], rows: int = 4, tokens: int = 256) -> dict[str, float]:
-    """KL divergence of the policy from the model without adapters, and its entropy; both in nats a token.
-
-    Exact over the vocabulary, at the first tokens of a batch's first completions.  TRL and Unsloth log these only with
-    some losses, and on a GPU a `kl` of 0.
-    """
-    import torch
-
-    kl, entropy, count = 0.0, 0.0, 0
-    for row in range(min(rows, len(batch["completion_ids"]))):
-        prompt, answer = (
-            batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")
-        )
-        ids = torch.cat((prompt, answer[:tokens]))[None]  # (1, P + T)
-        with torch.no_grad():
-            now = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
-            with model.disable_adapter():
-                start = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)  # (T, V)
-        kl += (now.exp() * (now - start)).sum().item()
-        entropy -= (now.exp() * now).sum().item()
-        count += len(now)
-    torch.compiler.set_stance("default")  # Unsloth's forward without labels may have changed it
-    return {"sampled/kl": kl / max(1, count), "sampled/entropy": entropy / max(1, count)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The watcher
 
+GAPS = 5  # first steps, whose differences between sampler and model are usual
+
 
 class Watcher:
-    """Says in plain words when training goes wrong, and what to do; and when it has collapsed for good.
+    """Says in plain words when training goes wrong, and what to do; and when it makes no sense to go on.
 
     A step is lost when nothing can be learned from it: no valid code, or no group whose rewards differ.  A solved task
-    looks the same to the optimizer, but it is no collapse.
+    looks the same to the optimizer, but it is no collapse.  One step with completions of another model is enough.
     """
 
     def __init__(self, config: WatchedConfig) -> None:
@@ -161,12 +138,16 @@ class Watcher:
         self._entropy = 0.0  # the last one measured
         self._first_entropies: list[float] = []
         self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
+        self._gaps: list[float] = []  # `sampler/gap` of the first steps
+        self._foreign = ""
         self.lost_steps = 0  # in a row
 
     @property
-    def collapsed(self) -> bool:
-        """Whether there was nothing to learn for as many steps in a row as `patience` allows."""
-        return self.lost_steps >= self._config.patience
+    def ended(self) -> str:
+        """Why training has to end; "" if it can go on."""
+        if self.lost_steps >= self._config.patience:
+            return f"nothing to learn for {self._config.patience} steps in a row (--patience)"
+        return self._foreign
 
     def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
@@ -174,10 +155,30 @@ class Watcher:
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
         self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
         self._stage = step.stage
-        trouble = self._name(step, logs)
+        self._foreign = self._another_model(logs)
+        trouble = self._foreign or self._name(step, logs)
         self._lasted = self._lasted + 1 if trouble == self.trouble else 0
         self.trouble = trouble
         return trouble if self._lasted % self._config.repeat_warning == 0 else ""
+
+    def _another_model(self, logs: Mapping[str, float]) -> str:
+        """What proves that a step's completions are not the trained model's; "" if nothing does.
+
+        Rounding has a limit, and what it does in the first steps, it does later.
+        """
+        if logs.get("sampler/unended", 0.0) > 0:
+            return ("the sampler ended completions without the model's end token: compare eos_token_id in "
+                    "generation_config.json with the tokenizer's")  # fmt: skip
+        if (gap := logs.get("sampler/gap")) is None:
+            return ""
+        usual = statistics.fmean(self._gaps) if len(self._gaps) == GAPS else math.inf
+        if gap > logs["sampler/limit"] or gap > 10 * usual + 1e-4:
+            return (f"completions were sampled from another model than the trained one, their log-probabilities differ "
+                    f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
+                    "top-k, damaged weights")  # fmt: skip
+        if len(self._gaps) < GAPS:
+            self._gaps.append(gap)
+        return ""
 
     def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         entropy = logs.get("entropy", logs.get("sampled/entropy", self._entropy))
