@@ -1422,7 +1422,8 @@ class GRPOOptions:
 class RunOptions:
     """The LoRA adapter, checkpoints, warnings, best programs, output."""
 
-    lora_rank: Annotated[int, (1, 1024)] = 4  # adapters on attention and experts
+    lora_rank: Annotated[int, (1, 1024)] = 4  # of the adapters
+    adapt: Literal["all", "attention"] = "all"  # what gets adapters: attention and experts, or attention alone
     lora_alpha: Annotated[int, (1, 4096)] = 8
     loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: 16 bits; for accelerate's FSDP and for vLLM
     vllm_server: str = ""  # URL of a `trl vllm-serve` that generates the completions
@@ -1575,8 +1576,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
-    if load.get("load_in_4bit") and not getattr(model, "is_loaded_in_4bit", False):
-        raise UsageError("bitsandbytes cannot load 4-bit weights here: see the lines above, or take --no-load-in-4bit")
+    if not ALONE:
+        machine.check_weights(model, name, load)
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
     model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
@@ -1585,12 +1586,13 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
 
 
 def add_adapters(model: Any, config: TrainConfig) -> Any:
-    """LoRA on attention and experts; all other weights are frozen."""
+    """LoRA on attention and, unless the config says otherwise, on experts; all other weights are frozen."""
     # Where experts are fused into one parameter (16 bits, and on a CPU), naming their projections adapts nothing.
     fused = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if re.search(r"experts\.\w+_proj$", name)}
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    whole, modules = config.adapt == "all", ["q_proj", "k_proj", "v_proj", "o_proj"]
     numbers: dict[str, Any] = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0,
-                               "target_modules": modules, "target_parameters": sorted(fused) or None}  # fmt: skip
+                               "target_modules": modules + ["gate_proj", "up_proj", "down_proj"] * whole,
+                               "target_parameters": sorted(fused) if fused and whole else None}  # fmt: skip
     import torch
 
     if config.loader == "transformers":

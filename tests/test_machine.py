@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,14 @@ import pytest
 import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, run
+from tests.preloaded import call
 from toolkit import UsageError
 from toolkit.machine import (
     DoctorConfig,
     Machine,
     check_download,
     check_model,
+    check_weights,
     choose_settings,
     doctor,
     find_machine,
@@ -239,15 +242,19 @@ def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:
     assert needed["keys and values"] == 8 * 768 * 49_152
 
 
-def test_the_adapters_are_counted_as_peft_makes_them(base: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+def check_the_adapters(base: str, adapt: str) -> None:
+    config = dataclasses.replace(program.train_defaults("tiny"), adapt=adapt)
+    model = program.add_adapters(program.load_model(base, config, lambda _: None)[0], config)
+    adapters = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
+    assert all(".lora_" in name for name in adapters)
+    assert any("experts" in name for name in adapters) == (adapt == "all")
+    assert {name.split(".")[6] for name in adapters if "self_attn" in name} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert memory_needed(base, config)["adapters"] == 16 * sum(weights.numel() for weights in adapters.values())
 
-    config = program.train_defaults("tiny", "stable", "none")
-    adapter = LoraConfig(r=config.lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])  # fmt: skip
-    trainable, _ = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter).get_nb_trainable_parameters()
-    assert memory_needed(str(base), config)["adapters"] == 16 * trainable
+
+@pytest.mark.parametrize("adapt", ["all", "attention"])
+def test_adapters_are_where_they_should_be_and_counted(adapt: str, base: Path) -> None:
+    call(check_the_adapters, base, adapt)
 
 
 @pytest.fixture
@@ -537,3 +544,38 @@ def test_a_model_of_another_family_comes_from_the_hub(qwen: Path, tmp_path: Path
     assert (tmp_path / "one" / "adapter" / "adapter_model.safetensors").is_file()
     done = run("eval", "someone/Qwen-nano", "--size", "4", *SHORT[-7:], env=environment)
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights as they are held
+
+
+def model_with(kind: str, dtype: str) -> Any:
+    """A model with one weight of this class and type."""
+    import torch
+
+    weight = type(kind, (), {"dtype": getattr(torch, dtype)})()
+    return SimpleNamespace(parameters=lambda: iter([weight]))
+
+
+NF4, PACKED, WHOLE = ("Params4bit", "uint8"), ("Parameter", "uint8"), ("Parameter", "bfloat16")
+
+
+@pytest.mark.parametrize(("load", "held", "named"), [
+    ({"load_in_4bit": True, "load_in_16bit": False}, NF4, ""),
+    ({"load_in_4bit": True, "load_in_16bit": False}, WHOLE, "bitsandbytes does not work here"),
+    ({"load_in_4bit": True, "load_in_16bit": False}, PACKED, "are in MXFP4, not in 4 bits"),
+    ({"load_in_4bit": False, "load_in_16bit": True}, WHOLE, ""),
+    ({"load_in_4bit": False, "load_in_16bit": True}, PACKED, "are in MXFP4, not in 16 bits"),
+    ({"load_in_4bit": False, "load_in_16bit": False}, PACKED, ""),
+    ({"load_in_4bit": False, "load_in_16bit": False}, WHOLE, "not in MXFP4 as stored"),
+    ({}, WHOLE, ""),
+])  # fmt: skip
+def test_weights_that_are_held_otherwise_are_refused(
+    load: dict[str, bool], held: tuple[str, str], named: str, tmp_path: Path
+) -> None:
+    """With --load-in-16bit the experts of gpt-oss stayed in MXFP4, and nothing said so."""
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=named) if named else nullcontext():
+        check_weights(model_with(*held), str(tmp_path), load)

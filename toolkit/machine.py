@@ -121,8 +121,8 @@ def resolve_model(name: str) -> str:
 class ModelConfig(Protocol):
     """What a model's settings and its memory depend on.
 
-    A training configuration also has `loader`, `batch_size`, `accumulation` and `lora_rank`; without them the model is
-    only evaluated.
+    A training configuration also has `loader`, `batch_size`, `accumulation`, `lora_rank` and `adapt`; without them the
+    model is only evaluated.
     """
 
     @property
@@ -399,8 +399,9 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
     weights = sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
                   for name, shape in shapes.items())  # fmt: skip
+    place = "self_attn" if getattr(config, "adapt", "all") == "attention" else ""
     adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
-                  if len(shape) > 1 and not whole.search(name))  # fmt: skip
+                  if len(shape) > 1 and not whole.search(name) and place in name)  # fmt: skip
     parts = RANKS if SHARDED else 1
     return {
         "weights": weights / parts,
@@ -473,6 +474,24 @@ def prepare(
     if not local:
         check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
     return name, settings.load
+
+
+def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
+    """Raise UsageError if a model's weights are not held as its settings say.  `load` are the loader's arguments."""
+    import torch
+    from transformers import AutoConfig
+
+    packed = {type(weights).__name__ for weights in model.parameters() if weights.dtype == torch.uint8}
+    held = "4 bits (NF4)" if "Params4bit" in packed else "MXFP4" if packed else "16 bits or more"
+    if load.get("load_in_4bit") and held != "4 bits (NF4)":
+        raise UsageError(f"the weights are in {held}, not in 4 bits, because bitsandbytes does not work here: see the "
+                         "lines above, or take --no-load-in-4bit")  # fmt: skip
+    if load.get("load_in_16bit") and packed:
+        raise UsageError(f"the weights are in {held}, not in 16 bits: leave out --load-in-16bit")
+    if load.get("load_in_16bit") is False and not load["load_in_4bit"]:
+        stored = getattr(AutoConfig.from_pretrained(str(adapter_base(name) or name)), "quantization_config", None)
+        if stored and stored["quant_method"] == "mxfp4" and held != "MXFP4":
+            raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --no-load-in-4bit")
 
 
 def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
