@@ -1362,8 +1362,7 @@ class ModelOptions:
     max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 200, with reasoning 1024 to 4096
     max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; at least 568 + max_new_tokens
     eval_batch_size: Annotated[int, (1, 1024)] = 32  # completions generated at a time in evaluation
-    load_in_4bit: bool = True  # 4-bit weights, on a GPU
-    load_in_16bit: bool = False  # 16-bit weights instead; needs a GPU of 80 GB
+    weights: Literal["auto", "4bit", "stored", "16bit"] = "auto"  # on a GPU; auto: as doctor --measure found, or 4bit
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_new_tokens or REASONING[self.reasoning]
@@ -1555,7 +1554,7 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
     plain = isinstance(config, TrainConfig) and config.loader == "transformers"
-    load: dict[str, Any] = {"load_in_4bit": config.load_in_4bit, "load_in_16bit": config.load_in_16bit}
+    load = {"load_in_4bit": config.weights in ("auto", "4bit"), "load_in_16bit": config.weights == "16bit"}
     if not ALONE:
         from toolkit import machine
 
@@ -1955,10 +1954,10 @@ def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[st
     own: dict[str, Any] = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate), "play": (PlayConfig, play)}
     if ALONE:
         return {"train": (TrainConfig, train_alone), "play": own["play"]}
-    from toolkit import export, machine, report
+    from toolkit import doctor, export, report
 
-    doctor = partial(machine.doctor, training=train_defaults, jail=shared_pool)
-    return own | {"compare": (report.CompareConfig, report.compare), "doctor": (machine.DoctorConfig, doctor),
+    examine = partial(doctor.doctor, training=train_defaults, jail=shared_pool, program=sys.modules[__name__])
+    return own | {"compare": (report.CompareConfig, report.compare), "doctor": (doctor.DoctorConfig, examine),
                   "export": (export.ExportConfig, partial(export.export, task=tiny_task))}  # fmt: skip
 
 

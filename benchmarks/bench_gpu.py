@@ -286,8 +286,8 @@ def main(args: Args) -> int:
             folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, args.form)
             folder.mkdir()
             made_up_gpt_oss(folder, layers, args.form)
-        config = program.TrainConfig(load_in_4bit=args.form == "nf4", load_in_16bit=args.form == "bf16",
-                                     max_new_tokens=args.tokens)  # fmt: skip
+        weights: dict[str, Any] = {"nf4": "4bit", "mxfp4": "stored", "bf16": "16bit"}
+        config = program.TrainConfig(weights=weights[args.form], max_new_tokens=args.tokens)
         started = time.perf_counter()
         model, tokenizer = program.load_model(str(folder), config, lambda _: None)
         model = program.add_adapters(model, config)

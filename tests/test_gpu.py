@@ -154,7 +154,7 @@ def test_an_exported_adapter_is_not_repacked(server: Server, four_bits: Path, tm
 @pytest.mark.parametrize("released", [True, False], ids=["mxfp4", "fused-4bit"])
 def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base: Path, tmp_path: Path) -> None:
     """An adapter to fused experts was refused if its base had been trained in 4 bits."""
-    options = (*MODEL, "--no-load-in-4bit") if released else ("--model", base)
+    options = (*MODEL, "--weights", "stored") if released else ("--model", base)
     on_gpu(server, "train", *options, "--output-dir", tmp_path, "--run-name", "run", *SMALL, "--steps", 1,
            "--max-new-tokens", 8)  # fmt: skip
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
@@ -195,10 +195,10 @@ def show_the_weights(*options: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "held"), [((), "Params4bit torch.uint8"),
-                                               (("--load-in-16bit",), "Parameter torch.bfloat16"),
-                                               (("--no-load-in-4bit",), "uint8")])  # fmt: skip
+                                               (("--weights", "16bit",), "Parameter torch.bfloat16"),
+                                               (("--weights", "stored",), "uint8")])  # fmt: skip
 def test_weights_are_held_as_the_settings_say(options: tuple[str, ...], held: str, server: Server) -> None:
-    """With --load-in-16bit the experts stayed in MXFP4."""
+    """With 16 bits asked for, the experts stayed in MXFP4."""
     said = on_gpu(server, *MODEL, *options, script=f"{__name__}:{show_the_weights.__name__}")
     (line,) = (line for line in said.splitlines() if line.startswith("experts:"))
     assert held in line

@@ -10,25 +10,27 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import gpt_2048_rl as program
+from tests import preloaded
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, run
-from tests.preloaded import call
 from toolkit import UsageError
+from toolkit.doctor import DoctorConfig, doctor
 from toolkit.machine import (
-    DoctorConfig,
     Machine,
+    Settings,
     check_download,
     check_model,
     check_weights,
     choose_settings,
-    doctor,
+    choose_weights,
     find_machine,
     gpu_is_there,
     instruct_variant,
@@ -49,13 +51,18 @@ CPU = Machine(memory=16_000_000_000)
 DEFAULTS = program.TrainConfig(max_seq_length=768)
 
 
+def settings_of(machine: Machine, config: program.TrainConfig, name: str = "unsloth/gpt-oss-20b") -> Settings:
+    """The settings of a model on a machine."""
+    return choose_settings(machine, config, choose_weights(machine, name, config))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
 
 
 @pytest.mark.parametrize("machine", [GB10, H100, RTX_4090])
 def test_four_bits_are_the_default_on_every_gpu(machine: Machine) -> None:
-    load = choose_settings(machine, DEFAULTS).load
+    load = settings_of(machine, DEFAULTS).load
     assert load["load_in_4bit"]
     assert not load["load_in_16bit"]
 
@@ -66,18 +73,18 @@ def test_all_completions_that_are_generated_together_count(options: dict[str, in
 
 
 def test_sixteen_bits_unpack_the_experts() -> None:
-    load = program.TrainConfig(load_in_16bit=True)
-    assert choose_settings(H100, load).environment == {"UNSLOTH_MXFP4_KEEP_PACKED": "0"}
+    load = program.TrainConfig(weights="16bit")
+    assert settings_of(H100, load).environment == {"UNSLOTH_MXFP4_KEEP_PACKED": "0"}
 
 
 def test_without_a_gpu_nothing_is_packed_and_nothing_recomputed() -> None:
-    settings = choose_settings(CPU, program.TrainConfig(load_in_16bit=True))
+    settings = settings_of(CPU, program.TrainConfig(weights="16bit"))
     assert settings.load == {"load_in_4bit": False, "use_gradient_checkpointing": False}
     assert settings.environment == {}
 
 
 def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
-    settings = choose_settings(H100, program.TrainConfig(loader="transformers"))
+    settings = settings_of(H100, program.TrainConfig(loader="transformers"))
     assert settings.load == settings.environment == {}
     assert ("precision", "bfloat16", "--loader transformers") in settings.rows
 
@@ -85,7 +92,7 @@ def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
 @pytest.mark.parametrize("spread", [False, True])
 def test_shards_are_named_with_fsdp(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.machine.SHARDED", spread)
-    rows = choose_settings(H100, program.TrainConfig(loader="transformers")).rows
+    rows = settings_of(H100, program.TrainConfig(loader="transformers")).rows
     assert any("shard" in why for _, _, why in rows) is spread
 
 
@@ -100,27 +107,27 @@ def test_models_that_are_not_loaded_in_four_bits(tmp_path: Path) -> None:
 
 
 def test_embeddings_move_to_ram_only_if_that_frees_gpu_memory() -> None:
-    assert choose_settings(GB10, DEFAULTS).load["offload_embedding"] is False
-    assert choose_settings(H100, DEFAULTS).load["offload_embedding"] == "auto"
+    assert settings_of(GB10, DEFAULTS).load["offload_embedding"] is False
+    assert settings_of(H100, DEFAULTS).load["offload_embedding"] == "auto"
 
 
 def test_sixteen_bits_need_eighty_gigabytes() -> None:
-    config = program.TrainConfig(load_in_16bit=True)
+    config = program.TrainConfig(weights="16bit")
     for machine in (GB10, H100):
-        load = choose_settings(machine, config).load
+        load = settings_of(machine, config).load
         assert load["load_in_16bit"]
         assert not load["load_in_4bit"]
-    with pytest.raises(UsageError, match="--load-in-16bit needs a GPU of 80 GB, and NVIDIA GeForce RTX 4090 has 25"):
-        choose_settings(RTX_4090, config)
+    with pytest.raises(UsageError, match="--weights 16bit needs a GPU of 80 GB, and NVIDIA GeForce RTX 4090 has 25"):
+        settings_of(RTX_4090, config)
 
 
 def test_the_compiler_is_named_only_if_triton_needs_it() -> None:
     """From 3.6 on triton has its own for these GPUs and would ignore the variable."""
     old = dataclasses.replace(GB10, triton=(3, 5))
-    assert choose_settings(GB10, DEFAULTS).environment == {}
-    assert choose_settings(H100, DEFAULTS).environment == {}
-    assert choose_settings(dataclasses.replace(H100, triton=(3, 5)), DEFAULTS).environment == {}
-    assert choose_settings(old, DEFAULTS).environment == {
+    assert settings_of(GB10, DEFAULTS).environment == {}
+    assert settings_of(H100, DEFAULTS).environment == {}
+    assert settings_of(dataclasses.replace(H100, triton=(3, 5)), DEFAULTS).environment == {}
+    assert settings_of(old, DEFAULTS).environment == {
         "TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas", "TORCH_CUDA_ARCH_LIST": "12.1a"}  # fmt: skip
 
 
@@ -138,7 +145,7 @@ def printed() -> Callable[[Any], str]:
 
 
 def test_every_setting_is_printed_with_its_reason(printed: Callable[[Any], str]) -> None:
-    text = printed(settings_table(choose_settings(GB10, DEFAULTS)))
+    text = printed(settings_table(settings_of(GB10, DEFAULTS)))
     for word in ("GB10 (12.1), aarch64", "128 GB", "4-bit", "checkpointing", "embeddings", "attention", "ptxas"):
         assert word in text
 
@@ -146,7 +153,7 @@ def test_every_setting_is_printed_with_its_reason(printed: Callable[[Any], str])
 def test_cells_are_printed_as_they_are(printed: Callable[[Any], str]) -> None:
     """No brackets are taken for rich's markup, no colons for an emoji."""
     named = dataclasses.replace(GB10, gpu="[bold]GB10[/bold] :boom: [/red] [42]")
-    assert "[bold]GB10[/bold] :boom: [/red] [42] (12.1)" in printed(settings_table(choose_settings(named, DEFAULTS)))
+    assert "[bold]GB10[/bold] :boom: [/red] [42] (12.1)" in printed(settings_table(settings_of(named, DEFAULTS)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +235,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
     """20.9 billion parameters; 768 tokens of 32 completions at 49,152 bytes each."""
     four = memory_needed(str(gpt_oss), DEFAULTS)
-    sixteen = memory_needed(str(gpt_oss), program.TrainConfig(load_in_16bit=True, max_seq_length=768))
+    sixteen = memory_needed(str(gpt_oss), program.TrainConfig(weights="16bit", max_seq_length=768))
     assert four["weights"] == pytest.approx(12.5e9, rel=0.03)
     assert sixteen["weights"] == pytest.approx(2 * 20.91e9, rel=0.001)
     assert four["keys and values"] == 32 * 768 * 49_152
@@ -242,7 +249,7 @@ def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:
     assert needed["keys and values"] == 8 * 768 * 49_152
 
 
-def check_the_adapters(base: str, adapt: str) -> None:
+def check_the_adapters(base: str, adapt: Literal["all", "attention"]) -> None:
     config = dataclasses.replace(program.train_defaults("tiny"), adapt=adapt)
     model = program.add_adapters(program.load_model(base, config, lambda _: None)[0], config)
     adapters = {name: weights for name, weights in model.named_parameters() if weights.requires_grad}
@@ -254,7 +261,7 @@ def check_the_adapters(base: str, adapt: str) -> None:
 
 @pytest.mark.parametrize("adapt", ["all", "attention"])
 def test_adapters_are_where_they_should_be_and_counted(adapt: str, base: Path) -> None:
-    call(check_the_adapters, base, adapt)
+    preloaded.call(check_the_adapters, base, adapt)
 
 
 @pytest.fixture
@@ -296,10 +303,11 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
     from rich.console import Console
 
     def examine(machine: Machine, config: DoctorConfig, jail: Callable[[], str] = lambda: "holds") -> tuple[Any, str]:
-        monkeypatch.setattr("toolkit.machine.find_machine", lambda: machine)
+        monkeypatch.setattr("toolkit.doctor.find_machine", lambda: machine)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
-        told = doctor(config, console, lambda name: program.TrainConfig(model=name, max_seq_length=768), jail)
+        training = partial(program.TrainConfig, max_seq_length=768)
+        told = doctor(config, console, lambda name: training(model=name), jail, program)
         return json.loads(json.dumps(told)), console.export_text()
 
     return examine
@@ -339,14 +347,51 @@ def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -
 
 @pytest.mark.usefixtures("little_memory")
 def test_the_doctor_examines_the_settings_that_were_asked_for(gpt_oss: Path, examined: Examined) -> None:
-    told, text = examined(RTX_4090, DoctorConfig(str(gpt_oss), load_in_16bit=True))
+    told, text = examined(RTX_4090, DoctorConfig(str(gpt_oss), weights="16bit"))
     assert not told["fit"]
     assert lines(text, "NO") == ["settings"]
-    assert "--load-in-16bit needs a GPU of 80 GB" in told["checks"]["settings"]
-    told, text = examined(GB10, DoctorConfig(str(gpt_oss), load_in_4bit=False))
-    assert ["precision", "as stored", "gpt-oss stays in MXFP4"] in told["settings"]
-    told, text = examined(GB10, DoctorConfig("tiny"))
-    assert ["precision", "as stored", "gpt-oss stays in MXFP4"] in told["settings"]
+    assert "--weights 16bit needs a GPU of 80 GB" in told["checks"]["settings"]
+    for model, weights in ((str(gpt_oss), "stored"), ("tiny", "auto")):
+        told, text = examined(GB10, DoctorConfig(model, weights))  # type: ignore[arg-type]
+        assert "as stored; gpt-oss's experts in MXFP4" in [row[1] for row in told["settings"]]
+
+
+def test_the_doctor_measures_a_form(base: Path) -> None:
+    done = preloaded.run("doctor", "--model", "tiny", "--weights", "stored", "--measure", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["speeds"]["stored"] > 0
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_the_fastest_form_is_kept_for_this_gpu_and_model(
+    gpt_oss: Path, examined: Examined, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A form that fails is left out.  Another GPU has its own choice."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speeds = {("4bit", "0"): 700.0, ("stored", "0"): 500.0, ("16bit", "0"): 800.0, ("16bit", "1"): 1900.0}
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        weights = command[command.index("--weights") + 1]
+        speed = speeds.get((weights, env["UNSLOTH_COMPILE_DECODE"]))
+        told = json.dumps({"speeds": {weights: speed}})
+        return SimpleNamespace(returncode=0 if speed else 2, stdout=told, stderr="error: it does not compile")
+
+    monkeypatch.setattr("toolkit.doctor.subprocess.run", run)
+    told, text = examined(H100, DoctorConfig(str(gpt_oss), measure=True))
+    assert told["speeds"] == {"4bit": 700, "stored": 500, "16bit": 800, "16bit, compiled": 1900}
+    assert "stored, compiled: failed (error: it does not compile)" in text
+    assert "the fastest here: 1900 tokens/s (doctor --measure)" in text
+    kept = settings_of(H100, DEFAULTS, str(gpt_oss))
+    assert kept.load["load_in_16bit"]
+    assert kept.environment == {"UNSLOTH_COMPILE_DECODE": "1", "UNSLOTH_MXFP4_KEEP_PACKED": "0"}
+    assert settings_of(H100, program.TrainConfig(weights="4bit"), str(gpt_oss)).load["load_in_4bit"]
+    assert settings_of(GB10, DEFAULTS, str(gpt_oss)).load["load_in_4bit"]
+
+
+def test_without_a_gpu_there_is_nothing_to_choose(examined: Examined) -> None:
+    told, text = examined(CPU, DoctorConfig("tiny", measure=True))
+    assert told["speeds"] == {}
+    assert "nothing to choose" in text
 
 
 def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -> None:
@@ -574,7 +619,7 @@ NF4, PACKED, WHOLE = ("Params4bit", "uint8"), ("Parameter", "uint8"), ("Paramete
 def test_weights_that_are_held_otherwise_are_refused(
     load: dict[str, bool], held: tuple[str, str], named: str, tmp_path: Path
 ) -> None:
-    """With --load-in-16bit the experts of gpt-oss stayed in MXFP4, and nothing said so."""
+    """With 16 bits asked for, the experts of gpt-oss stayed in MXFP4, and nothing said so."""
     config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=named) if named else nullcontext():

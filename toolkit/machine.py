@@ -2,7 +2,7 @@
 
 Facts (`Machine`) and decisions (`Settings`) are plain data, so the choice for every GPU is tested without one.  Checks
 run in the order of their cost: names and chat templates before libraries are imported, disk space before a download.
-The `doctor` command prints all of it and starts nothing.
+The `doctor` command (doctor.py) prints all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from toolkit.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
     from rich.table import Table
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,10 +125,7 @@ class ModelConfig(Protocol):
     """
 
     @property
-    def load_in_4bit(self) -> bool: ...
-
-    @property
-    def load_in_16bit(self) -> bool: ...
+    def weights(self) -> str: ...
 
     @property
     def max_seq_length(self) -> int: ...
@@ -147,6 +143,55 @@ def rows_at_once(config: ModelConfig) -> int:
 def uses_transformers(config: object) -> bool:
     """Whether the model is loaded by transformers alone, without Unsloth."""
     return bool(getattr(config, "loader", "unsloth") == "transformers")
+
+
+def adapter_base(name: str) -> Path | None:
+    """The base model of an adapter's folder; None if the folder holds no adapter."""
+    base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
+    return Path(base) if base else None
+
+
+def stays_as_stored(name: str) -> bool:
+    """Whether a model must not be loaded in 4 bits.
+
+    The embedded model is too small for it.  Adapters to fused experts do not fit the 4-bit form, which splits experts.
+    """
+    return name == "tiny" or bool(read_json(Path(name) / "adapter_config.json").get("target_parameters"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """In which form a model's weights are held on a GPU, whether decoding is compiled, and why."""
+
+    weights: str = "4bit"  # 4bit, stored or 16bit
+    compiled: bool = False
+    why: str = "the default; doctor --measure finds what is fastest on this GPU"
+
+
+ROOM_FOR_16_BITS = 75e9  # bytes; GPUs sold with 80 GB have a little less
+
+
+def speeds() -> Path:
+    """The file with what `doctor --measure` has found."""
+    return cache_folder() / "speeds.json"
+
+
+def speed_key(machine: Machine, name: str) -> str:
+    """What a measured speed belongs to: GPU, model, libraries."""
+    versions = library_versions(("torch", "unsloth", "transformers"))
+    return " ".join((machine.gpu, name, *versions.values()))
+
+
+def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
+    """The form that was asked for, the fastest one that was measured, or 4 bits."""
+    if stays_as_stored(name):
+        return Choice("stored", why="the embedded model and adapters to fused experts stay as they are")
+    if config.weights != "auto":
+        return Choice(config.weights, why=f"--weights {config.weights}")
+    if kept := read_json(speeds()).get(speed_key(machine, name)):
+        why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
+        return Choice(kept["weights"], kept["compiled"], why)
+    return Choice()
 
 
 @dataclass(frozen=True)
@@ -184,23 +229,22 @@ def settings_for_transformers(machine: Machine) -> Settings:
     return Settings({}, {}, rows)
 
 
-def settings_for_unsloth(machine: Machine, config: ModelConfig) -> Settings:
+FORMS = {"4bit": "4-bit NF4", "stored": "as stored; gpt-oss's experts in MXFP4", "16bit": "bfloat16"}
+
+
+def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
     """A GPU with Unsloth's loader."""
-    if config.load_in_16bit:
-        precision = ("bfloat16", "--load-in-16bit")
-    elif config.load_in_4bit:
-        precision = ("4-bit NF4", "the default; GPUs of 80 GB can take --load-in-16bit")
-    else:
-        precision = ("as stored", "gpt-oss stays in MXFP4")
-    environment = {"UNSLOTH_MXFP4_KEEP_PACKED": "0"} if config.load_in_16bit else {}
+    environment = {"UNSLOTH_COMPILE_DECODE": "1"} if choice.compiled else {}
+    if choice.weights == "16bit":
+        environment["UNSLOTH_MXFP4_KEEP_PACKED"] = "0"
     ptxas = ("triton's own", "")
     if machine.capability >= (10, 0) and machine.triton < (3, 6):
         environment |= {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
                         "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
         ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
     load = {
-        "load_in_4bit": config.load_in_4bit and not config.load_in_16bit,
-        "load_in_16bit": config.load_in_16bit,
+        "load_in_4bit": choice.weights == "4bit",
+        "load_in_16bit": choice.weights == "16bit",
         "use_gradient_checkpointing": True,
         "offload_embedding": False if machine.unified else "auto",
     }
@@ -208,7 +252,8 @@ def settings_for_unsloth(machine: Machine, config: ModelConfig) -> Settings:
     rows = (
         device_row(machine),
         ("memory", f"{machine.memory / 1e9:.0f} GB", "shared with the processor" if machine.unified else ""),
-        ("precision", *precision),
+        ("precision", FORMS[choice.weights], choice.why),
+        ("decoding", "compiled" if choice.compiled else "not compiled", choice.why),
         ("gradient checkpointing", "on the GPU",
          useless if machine.unified else "sequences are short: moving activations to RAM costs more time"),
         ("embeddings", "on the GPU" if machine.unified else "in RAM if memory is tight",
@@ -220,14 +265,14 @@ def settings_for_unsloth(machine: Machine, config: ModelConfig) -> Settings:
     return Settings(load, environment, rows)
 
 
-def choose_settings(machine: Machine, config: ModelConfig) -> Settings:
+def choose_settings(machine: Machine, config: ModelConfig, choice: Choice) -> Settings:
     """The settings that fit a machine.  Raises UsageError for an option that the machine cannot do."""
     if not machine.gpu:
         return settings_for_cpu(machine)
-    if config.load_in_16bit and machine.memory < 75e9:  # GPUs sold with 80 GB have a little less
-        raise UsageError(f"--load-in-16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
+    if choice.weights == "16bit" and machine.memory < ROOM_FOR_16_BITS:
+        raise UsageError(f"--weights 16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
                          "leave it out")  # fmt: skip
-    return settings_for_transformers(machine) if uses_transformers(config) else settings_for_unsloth(machine, config)
+    return settings_for_transformers(machine) if uses_transformers(config) else settings_for_unsloth(machine, choice)
 
 
 def settings_table(settings: Settings) -> Table:
@@ -242,20 +287,6 @@ def settings_table(settings: Settings) -> Table:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
-
-
-def adapter_base(name: str) -> Path | None:
-    """The base model of an adapter's folder; None if the folder holds no adapter."""
-    base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
-    return Path(base) if base else None
-
-
-def stays_as_stored(name: str) -> bool:
-    """Whether a model must not be loaded in 4 bits.
-
-    The embedded model is too small for it.  Adapters to fused experts do not fit the 4-bit form, which splits experts.
-    """
-    return name == "tiny" or bool(read_json(Path(name) / "adapter_config.json").get("target_parameters"))
 
 
 def instruct_variant(name: str) -> str:
@@ -392,8 +423,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         width = heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     except Exception:  # transformers does not know every architecture; loading will tell
         return {}
-    unpacked = config.load_in_16bit or uses_transformers(config)
-    packed = 4.13 / 8 if config.load_in_4bit and not unpacked else 2.0
+    unpacked = config.weights == "16bit" or uses_transformers(config)
+    packed = 4.13 / 8 if config.weights in ("auto", "4bit") and not unpacked else 2.0
     if getattr(model_config, "quantization_config", None) and not unpacked:
         packed = min(packed, 4.25 / 8)
     whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
@@ -457,10 +488,10 @@ def prepare(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    if stays_as_stored(name):
-        config = dataclasses.replace(config, load_in_4bit=False)  # type: ignore[type-var]
     machine = find_machine()
-    settings = choose_settings(machine, config)
+    choice = choose_weights(machine, name, config)
+    config = dataclasses.replace(config, weights=choice.weights)  # type: ignore[type-var]
+    settings = choose_settings(machine, config, choice)
     os.environ.update(settings.environment)
     say(settings_table(settings))
     if local:
@@ -485,13 +516,13 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
     held = "4 bits (NF4)" if "Params4bit" in packed else "MXFP4" if packed else "16 bits or more"
     if load.get("load_in_4bit") and held != "4 bits (NF4)":
         raise UsageError(f"the weights are in {held}, not in 4 bits, because bitsandbytes does not work here: see the "
-                         "lines above, or take --no-load-in-4bit")  # fmt: skip
+                         "lines above, or take --weights stored")  # fmt: skip
     if load.get("load_in_16bit") and packed:
-        raise UsageError(f"the weights are in {held}, not in 16 bits: leave out --load-in-16bit")
+        raise UsageError(f"the weights are in {held}, not in 16 bits: leave out --weights 16bit")
     if load.get("load_in_16bit") is False and not load["load_in_4bit"]:
         stored = getattr(AutoConfig.from_pretrained(str(adapter_base(name) or name)), "quantization_config", None)
         if stored and stored["quant_method"] == "mxfp4" and held != "MXFP4":
-            raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --no-load-in-4bit")
+            raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --weights stored")
 
 
 def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -505,77 +536,3 @@ def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext
     return model, AutoTokenizer.from_pretrained(name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Doctor
-
-
-@dataclass
-class DoctorConfig:
-    """Say what this machine has, what is switched for it and why, and whether the model can train.  Starts nothing."""
-
-    model: str = "auto"  # as in training
-    load_in_4bit: bool = True  # on a GPU
-    load_in_16bit: bool = False  # on a GPU of 80 GB or more, instead of 4 bits
-    json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
-
-
-def doctor(
-    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], object]
-) -> dict[str, Any]:
-    """The doctor command.  Returns what --json prints; `fit` says whether training can start.
-
-    `training` returns the training configuration of a model by its name.  `jail` starts the players' pool,
-    and raises UsageError if the jail does not hold.
-    """
-    from rich.table import Table
-
-    name = resolve_model(config.model)
-    prepare_environment(offline=name == "tiny")
-    machine, versions = find_machine(), library_versions()
-    planned = dataclasses.replace(training(name), load_in_4bit=config.load_in_4bit and not stays_as_stored(name),
-                                  load_in_16bit=config.load_in_16bit)  # fmt: skip
-    rows: list[tuple[str, ...]] = []
-    warnings: list[str] = []
-
-    def players() -> str:
-        jail()
-        return f"holds, {len(os.sched_getaffinity(0))} workers"
-
-    def settings() -> str:
-        rows.extend(choose_settings(machine, planned).rows)
-        return "as above"
-
-    def model() -> str:
-        check_model(name, "none")
-        return f"{name} is available"
-
-    def memory() -> str:
-        if not machine.gpu:
-            return "not checked without a GPU"
-        needed = memory_needed(name, planned)
-        if warning := too_little_memory(name, machine, needed):
-            warnings.append("memory")
-            return warning
-        return f"about {sum(needed.values()) / 1e9:.0f} GB needed" if needed else "not known for this model"
-
-    checks: dict[str, str] = {}
-    wrong: list[str] = []
-    for part, check in {"settings": settings, "jail": players, "model": model, "memory": memory}.items():
-        try:
-            checks[part] = check()
-        except UsageError as error:
-            checks[part] = str(error)
-            wrong.append(part)
-    table = Table("", "", "", box=None, show_header=False)
-    found = {library: "not installed" if version == "0.0" else version for library, version in versions.items()}
-    for row in (*rows, *((library, version, "") for library, version in found.items())):
-        table.add_row(*row)
-    for part, text in checks.items():
-        if part != "settings" or part in wrong:  # otherwise the table has begun with them
-            mark = "NO" if part in wrong else "warning" if part in warnings else "ok"
-            table.add_row("fits" if part == "memory" else part, mark, text)
-    console.print(table)
-    return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
-            "warnings": warnings, "fit": not wrong}  # fmt: skip

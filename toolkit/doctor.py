@@ -1,0 +1,183 @@
+"""The doctor command: what this machine has, what is switched and why, whether a model can train; and how fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from toolkit import UsageError
+from toolkit.machine import (
+    ROOM_FOR_16_BITS,
+    Machine,
+    check_model,
+    choose_settings,
+    choose_weights,
+    find_machine,
+    library_versions,
+    memory_needed,
+    prepare_environment,
+    resolve_model,
+    rows_at_once,
+    speed_key,
+    speeds,
+    stays_as_stored,
+    too_little_memory,
+)
+from toolkit.runs import read_json, write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class DoctorConfig:
+    """Say what this machine has, what is switched for it and why, and whether the model can train."""
+
+    model: str = "auto"  # as in training
+    weights: Literal["auto", "4bit", "stored", "16bit"] = "auto"  # as in training
+    measure: bool = False  # load the model in each form that fits, and keep the one that generates fastest, for auto
+    json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+class Program(Protocol):
+    """What of the script is measured: loading, adapters, sampling."""
+
+    def load_model(self, name: str, config: Any, say: Callable[[Any], None], /) -> tuple[Any, Any]: ...
+    def add_adapters(self, model: Any, config: Any, /) -> Any: ...
+    def sample_completions(self, model: Any, tokenizer: Any, prompts: list[str], config: Any, /) -> list[str]: ...
+    def build_prompt(self) -> str: ...
+
+
+def tokens_a_second(name: str, config: Any, program: Program) -> float:
+    """How fast a model with adapters generates, all completions of a step together.  The first answers warm up."""
+    model, tokenizer = program.load_model(name, config, lambda _: None)
+    model = program.add_adapters(model, config)
+    prompts = [program.build_prompt()] * rows_at_once(config)
+    seconds, tokens = 0.0, 0
+    for _ in range(2):
+        started = time.perf_counter()
+        texts = program.sample_completions(model, tokenizer, prompts, config)
+        seconds = time.perf_counter() - started
+        tokens = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    return tokens / seconds
+
+
+def ways(machine: Machine, name: str) -> list[tuple[str, bool]]:
+    """The forms of the weights that a GPU has room for, each with whether decoding is compiled.  4 bits cannot be."""
+    if not machine.gpu or stays_as_stored(name):
+        return []
+    whole = [("16bit", False), ("16bit", True)] if machine.memory >= ROOM_FOR_16_BITS else []
+    return [("4bit", False), ("stored", False), ("stored", True), *whole]
+
+
+def compare_ways(machine: Machine, name: str, console: Console) -> dict[str, float]:
+    """Tokens a second of each way, each in a process of its own.  The fastest is kept for this GPU and model."""
+    found: dict[str, float] = {}
+    fastest: dict[str, Any] = {"tokens_per_s": 0.0}
+    if not ways(machine, name):
+        console.print(f"{name} has one form on this machine: there is nothing to choose", soft_wrap=True)
+    for weights, compiled in ways(machine, name):
+        label = f"{weights}, compiled" if compiled else weights
+        command = [sys.executable, sys.argv[0], "doctor", "--model", name, "--weights", weights, "--measure", "--json"]
+        done = subprocess.run(command, env=os.environ | {"UNSLOTH_COMPILE_DECODE": str(int(compiled))}, text=True,
+                              capture_output=True, check=False)  # fmt: skip
+        if done.returncode:
+            console.print(f"{label}: failed ({(done.stderr.splitlines() or ['no output'])[-1]})", soft_wrap=True)
+            continue
+        found[label] = json.loads(done.stdout.splitlines()[-1])["speeds"][weights]
+        console.print(f"{label}: {found[label]:.0f} tokens/s")
+        if found[label] > fastest["tokens_per_s"]:
+            fastest = {"weights": weights, "compiled": compiled, "tokens_per_s": found[label]}
+    if found:
+        known = read_json(speeds()) | {speed_key(machine, name): fastest}
+        speeds().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(speeds(), json.dumps(known, indent=1) + "\n")
+    return found
+
+
+def measured(
+    config: DoctorConfig, machine: Machine, name: str, planned: Any, program: Program, console: Console
+) -> dict[str, float]:  # fmt: skip
+    """What --measure finds: tokens a second by form, of the named form alone or of all that fit."""
+    if not config.measure:
+        return {}
+    if config.weights == "auto":
+        return compare_ways(machine, name, console)
+    return {config.weights: tokens_a_second(name, planned, program)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def doctor(
+    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], object], program: Program
+) -> dict[str, Any]:
+    """The doctor command.  Returns what --json prints; `fit` says whether training can start.
+
+    `training` returns the training configuration of a model by its name.  `jail` starts the players' pool,
+    and raises UsageError if the jail does not hold.  `program` is the script.
+    """
+    from rich.table import Table
+
+    name = resolve_model(config.model)
+    prepare_environment(offline=name == "tiny")
+    machine, versions = find_machine(), library_versions()
+    planned = dataclasses.replace(training(name), weights=config.weights)
+    told = measured(config, machine, name, planned, program, console)
+    choice = choose_weights(machine, name, planned)
+    planned = dataclasses.replace(planned, weights=choice.weights)
+    rows: list[tuple[str, ...]] = []
+    warnings: list[str] = []
+
+    def players() -> str:
+        jail()
+        return f"holds, {len(os.sched_getaffinity(0))} workers"
+
+    def settings() -> str:
+        rows.extend(choose_settings(machine, planned, choice).rows)
+        return "as above"
+
+    def model() -> str:
+        check_model(name, "none")
+        return f"{name} is available"
+
+    def memory() -> str:
+        if not machine.gpu:
+            return "not checked without a GPU"
+        needed = memory_needed(name, planned)
+        if warning := too_little_memory(name, machine, needed):
+            warnings.append("memory")
+            return warning
+        return f"about {sum(needed.values()) / 1e9:.0f} GB needed" if needed else "not known for this model"
+
+    checks: dict[str, str] = {}
+    wrong: list[str] = []
+    for part, check in {"settings": settings, "jail": players, "model": model, "memory": memory}.items():
+        try:
+            checks[part] = check()
+        except UsageError as error:
+            checks[part] = str(error)
+            wrong.append(part)
+    table = Table("", "", "", box=None, show_header=False)
+    found = {library: "not installed" if version == "0.0" else version for library, version in versions.items()}
+    for row in (*rows, *((library, version, "") for library, version in found.items())):
+        table.add_row(*row)
+    for part, text in checks.items():
+        if part != "settings" or part in wrong:  # otherwise the table has begun with them
+            mark = "NO" if part in wrong else "warning" if part in warnings else "ok"
+            table.add_row("fits" if part == "memory" else part, mark, text)
+    console.print(table)
+    return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
+            "warnings": warnings, "speeds": told, "fit": not wrong}  # fmt: skip
