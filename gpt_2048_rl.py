@@ -1298,7 +1298,7 @@ class Stage(NamedTuple):
         stage = cls(*map(int, text.split(":")))
         check_game(*stage)
         if not 4 < stage.target <= 2 << stage.size**2:
-            raise ValueError(f"targets on {stage.size}x{stage.size} are tiles from 8 to {2 << stage.size**2}")
+            raise ValueError(f"target on {stage.size}x{stage.size} must be a tile from 8 to {2 << stage.size**2}")
         return stage
 
 
@@ -1510,6 +1510,7 @@ def check_config(config: Any) -> None:
     option = ""
     try:
         if isinstance(config, PlayConfig):
+            check_game(config.size, config.target)
             Stage.read(f"{config.size}:{config.target}")
         for option in ("ladder", "held_out"):
             list(map(Stage.read, getattr(config, option, ())))

@@ -160,6 +160,8 @@ def replay(console: Console, game: Game, moves: Sequence[int], title: str, delay
             game.move(direction)
             live.update(frame(step), refresh=True)
             time.sleep(delay)
+    if not console.is_terminal:
+        console.print()  # Live ends a terminal's last line, and no other
 
 
 # ---------------------------------------------------------------------------------------------------------------------
