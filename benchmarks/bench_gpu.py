@@ -42,7 +42,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, export, machine, programs, tiny, watch  # noqa: E402
+from toolkit import evaluation, export, machine, programs, sampler, tiny, watch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -143,28 +143,21 @@ def forced(model: Any, rows: list[list[int]]) -> Iterator[None]:
     """Every token that the model samples is replaced by the one in these rows, after its probability is noted."""
     import torch
 
-    class Forced:
-        start = 0
+    length = prompt = 0
 
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            self.start = self.start or input_ids.shape[1]
-            at = input_ids.shape[1] - self.start
-            tokens = torch.tensor([row[min(at, len(row) - 1)] for row in rows[: len(scores)]], device=scores.device)
-            return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+    def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal length, prompt
+        if input_ids.shape[1] != length + 1:  # another call of generate
+            prompt = input_ids.shape[1]
+        length = input_ids.shape[1]
+        tokens = torch.tensor([row[min(length - prompt, len(row) - 1)] for row in rows[: len(scores)]])
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None].to(scores.device), 0.0)
 
-    base = model.get_base_model()
-    processors = base._get_logits_processor
-
-    def and_forced(*args: Any, **kwargs: Any) -> Any:
-        made = processors(*args, **kwargs)
-        made.append(Forced())
-        return made
-
-    base._get_logits_processor = and_forced
+    sampler.add_last(model, force)
     try:
         yield
     finally:
-        del base._get_logits_processor  # with the recorder's
+        del model.get_base_model()._get_logits_processor  # with the recorder's
 
 
 @contextlib.contextmanager

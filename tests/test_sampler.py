@@ -21,7 +21,7 @@ from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import watch
 from toolkit.runs import read_curves
-from toolkit.sampler import Recorder, rounding, sampled_curves
+from toolkit.sampler import Recorder, rounding, sampled_curves, unended
 from toolkit.watcher import Watcher
 
 FAULTS = ("no adapter", "an adapter one step old", "an expert's adapter at another expert", "another template",
@@ -180,10 +180,21 @@ def check_the_divergence() -> None:
         "completion_mask": torch.tensor([[i < len(answer) for i in range(width)] for answer in answers]).long(),
     }  # fmt: skip
     trainer = SimpleNamespace(model=model, processing_class=tokenizer, num_generations=2, temperature=1.0,
-                              max_completion_length=width)  # fmt: skip
+                              max_completion_length=width, eos_token_ids=[tokenizer.eos_token_id])  # fmt: skip
     curves = sampled_curves(trainer, batch, Recorder(model), exact=True)
     assert total > 0
     assert curves["sampled/kl"] == pytest.approx(total / sum(map(len, answers)), rel=1e-4)
+
+
+def test_every_end_token_of_the_model_ends_an_answer() -> None:
+    """gpt-oss has three.  An answer may also be as long as the limit."""
+    import torch
+
+    trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1, 2],
+                              max_completion_length=3)  # fmt: skip
+    ids = torch.tensor([[7, 1, 0], [7, 2, 0], [7, 7, 7], [7, 3, 0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]])
+    assert unended(trainer, {"completion_ids": ids, "completion_mask": mask}) == 0.25
 
 
 def test_the_divergence_is_that_of_two_distributions(base: Path) -> None:
@@ -202,6 +213,7 @@ def test_a_gap_that_grows_is_caught_below_the_limit() -> None:
     usual = {"sampler/gap": 1e-3, "sampler/limit": 0.1}
     assert [watcher._another_model(usual) for _ in range(9)] == [""] * 9
     assert "another model" in watcher._another_model(usual | {"sampler/gap": 0.02})
+    assert "another model" in watcher._another_model(usual | {"sampler/gap": math.nan})
     assert watcher._another_model(usual) == ""
 
 

@@ -6,6 +6,7 @@ template, damaged experts.  Rewards and losses do not show it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,19 @@ ROWS, TOKENS = 4, 64  # what is compared: a step's first completions, at most, a
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "4 bits": 0.2}  # mean gaps, in nats, that rounding alone can explain
 
 
+def add_last(model: Any, processor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Let `generate` call a logits processor after all that sampling adds itself: temperature, top-k and the like."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    processors = base._get_logits_processor  # the only place behind those
+
+    def and_this(*args: Any, **kwargs: Any) -> Any:
+        made = processors(*args, **kwargs)
+        made.append(processor)
+        return made
+
+    base._get_logits_processor = and_this
+
+
 class Recorder:
     """The log-probabilities with which a model's `generate` samples, after temperature and all other changes.
 
@@ -22,15 +36,7 @@ class Recorder:
     """
 
     def __init__(self, model: Any) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        processors = base._get_logits_processor  # the only place behind those that sampling adds itself
-
-        def and_this(*args: Any, **kwargs: Any) -> Any:
-            made = processors(*args, **kwargs)
-            made.append(self)
-            return made
-
-        base._get_logits_processor = and_this
+        add_last(model, self)
         self.start(0)
 
     def start(self, rows: int = ROWS) -> None:
@@ -65,13 +71,14 @@ def rounding(model: Any) -> float:
     return ROUNDING["float32" if str(model.dtype) == "torch.float32" else "bfloat16"]
 
 
-def unended(batch: dict[str, Any], tokenizer: Any, longest: int) -> float:
-    """The share of a batch's completions that ended before their `longest` length, and not with the end token."""
+def unended(trainer: Any, batch: dict[str, Any]) -> float:
+    """The share of a batch's completions that ended before the length limit, and not with one of the end tokens."""
     import torch
 
-    tokens = batch["completion_mask"].bool() & (batch["completion_ids"] != tokenizer.pad_token_id)  # (B, T)
-    ended = ((batch["completion_ids"] == tokenizer.eos_token_id) & batch["completion_mask"].bool()).any(1)
-    return float(torch.mean((~ended & (tokens.sum(1) < longest)).float()))
+    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()  # (B, T)
+    length = (mask & (ids != trainer.processing_class.pad_token_id)).sum(1)  # (B,)
+    ended = (torch.isin(ids, torch.tensor(trainer.eos_token_ids, device=ids.device)) & mask).any(1)  # (B,)
+    return float((~ended & (length < trainer.max_completion_length)).float().mean())
 
 
 def log_probabilities(model: Any, batch: dict[str, Any], rows: int, temperature: float) -> torch.Tensor:
@@ -100,7 +107,7 @@ def sampled_curves(trainer: Any, batch: dict[str, Any], recorder: Recorder, exac
     mask = batch["completion_mask"][:rows, :TOKENS].bool()  # (rows, T)
     sampled = recorder.noted if (given := batch.get("sampling_per_token_logps")) is None else given[:rows, :TOKENS]
     now = log_probabilities(model, batch, rows, trainer.temperature)  # (rows, T, V)
-    curves = {"sampler/unended": unended(batch, trainer.processing_class, trainer.max_completion_length)}
+    curves = {"sampler/unended": unended(trainer, batch)}
     if sampled is not None:
         length = min(sampled.shape[1], mask.shape[1])
         chosen = now.gather(2, batch["completion_ids"][:rows, :length, None])[..., 0]  # (rows, length)

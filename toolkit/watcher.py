@@ -172,7 +172,7 @@ class Watcher:
         if (gap := logs.get("sampler/gap")) is None:
             return ""
         usual = statistics.fmean(self._gaps) if len(self._gaps) == GAPS else math.inf
-        if gap > logs["sampler/limit"] or gap > 10 * usual + 1e-4:
+        if not gap <= min(logs["sampler/limit"], 10 * usual + 1e-4):  # NaN neither
             return (f"completions were sampled from another model than the trained one, their log-probabilities differ "
                     f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
                     "top-k, damaged weights")  # fmt: skip
