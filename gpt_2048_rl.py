@@ -14,10 +14,9 @@ parameters trains through the same code.
     python gpt_2048_rl.py doctor                        what this machine has, what is switched and why
     python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval, play, compare, ...
 
-Read the file from top to bottom: no name is used above its definition.  It departs from the published gpt-oss notebook
-where that went wrong: strategies run in a jail and not in the trainer; losers are graded by the tile they reached; the
-answers of a group share their boards; answers start in the final channel; a solved task gives way to a harder one;
-results stand beside blind, greedy and expert play and the best of N, on boards that training never saw.
+Read it from top to bottom.  It departs from the published notebook where that went wrong: strategies run in a jail and
+not in the trainer; losers are graded by their tile; the answers of a group share their boards and start in the final
+channel; a solved task gives way to a harder one; results stand beside controls, on boards that training never saw.
 
 `toolkit/` holds what this file uses and does not explain.  A copy of this file alone plays, judges and trains.
 Shapes: B completions, T tokens, R reward functions.
@@ -257,7 +256,7 @@ class Limits:
     asleep_polls: int = 4  # only the referee sends input, so a player asleep for this many polls is deadlocked
     control_seconds: float = 30.0  # for the zygote to start or end a player
     start_seconds: float = 60.0  # for a worker to start
-    detail_chars: int = 200
+    detail_chars: int = 250  # the whole list of allowed modules
 
 
 LIMITS = Limits()
@@ -1498,10 +1497,10 @@ class PlayConfig(PlayOptions, GameOptions):
 def check_config(config: Any) -> None:
     """Raise UsageError for a number out of its range, and for options that do not go together."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
+        numbers = value if isinstance(value := getattr(config, name), tuple) else [value]
         for low, high in getattr(hint, "__metadata__", ()):
-            if not all(low <= number <= high for number in (value if isinstance(value, tuple) else [value])):
-                raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {value}")
+            if out := [number for number in numbers if not low <= number <= high]:
+                raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
     kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "vllm_server", "objective", "archive")
     needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
     needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
@@ -1516,8 +1515,9 @@ def check_config(config: Any) -> None:
             list(map(Stage.read, getattr(config, option, ())))
     except ValueError as error:
         raise UsageError(f"--{option.replace('_', '-')}{': ' * bool(option)}{error}") from None
-    if empty := [name for name in ("seeds", "ladder", "held_out") if not getattr(config, name, True)]:
-        raise UsageError(f"--{empty[0].replace('_', '-')} needs at least one value")
+    for name in ("seeds", "ladder", "held_out"):
+        if not (values := getattr(config, name, (0,))) or len({*values}) < len(values):
+            raise UsageError(f"--{name.replace('_', '-')} needs at least one value, and none of them twice")
     if (name := getattr(config, "run_name", "")) != Path(name).name or name == ".." or name != name.strip():
         raise UsageError(f"--run-name must be the name of one folder, not {name!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:

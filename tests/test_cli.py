@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,11 +76,20 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["--ladder", "6:2048", "1:2048"], "--ladder: size"),
         (["--ladder", "4:1000"], "--ladder: target"),
         (["--ladder"], "--ladder"),
+        (["--held-out", "4:2048", "4:2048"], "--held-out needs at least one value, and none of them twice"),
         (["--keys", "dvorak"], "--keys"),
         (["--generations", "7"], "--generations"),
         (["--model", "no-such-model"], "no-such-model"),
         (["--no-such-option"], "--no-such-option"),
-        (["--output-dir", "/proc/none"], "/proc/none"),
+        (["--step", "3"], "similar: --decay-steps, --save-steps, --steps, --warmup-steps; see"),
+        (["--max-at", "65", "--objective", "max_at_k", "--model", "tiny"], "--max-at 65 must not be larger than"),
+        (["--model", ""], "the model's name is empty"),
+        (["eval", ""], "the model's name is empty"),
+        (["play", ""], "best_strategy.py cannot be read"),
+        (["compare", "a", "b", "--output", "a/config.json"], "--output is a page"),
+        (["export", "/", "--push-to-hub", "nonsense"], "--push-to-hub must be OWNER/NAME, not 'nonsense'"),
+        (["--output-dir", "/proc/none"], "error: /proc/none cannot be written"),
+        (["--output-dir", "/etc/hostname"], "error: /etc/hostname cannot be written (Not a directory)"),
         (["--run-name", "../elsewhere"], "--run-name"),
         (["--recipe", "secret"], "--recipe"),
         (["--wordings", "9"], "--wordings"),
@@ -93,7 +106,8 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["play", "/dev/null", "--size", "3"], "--target on 3x3 must be a tile from 8 to 1024"),
         (["play", "/dev/null", "--target", "2"], "--target on 4x4 must be a tile from 8 to 131072"),
         (["play", "/dev/null", "--size", "1000000"], "--size must be a whole number from 2 to 16, not 1000000"),
-        (["play", "/dev/null", "--seeds", "1", "-1"], "--seeds"),
+        (["play", "/dev/null", "--seeds", "1", "-1"], "--seeds must lie between 0 and 9223372036854775808, not -1"),
+        (["play", "/dev/null", "--seeds", "1", "1"], "--seeds needs at least one value, and none of them twice"),
         (["--ladder", "6:2048", "2:64"], "--ladder: target on 2x2 must be a tile from 8 to 32"),
         (["--model", "tiny", "--run-name", " "], "--run-name"),
         (["--model", "tiny", "--max-new-tokens", "5000"], "1024 positions: lower --max-new-tokens"),
@@ -137,6 +151,7 @@ def test_a_strategy_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest
     [("def strategy(board):\n    return (\n", "SyntaxError: '(' was never closed (<strategy>, line 2)"),
      ("def plan(board):\n    return 'a'\n", "no function strategy(board)"),
      ("import os\n" + CONSTANT, "ImportError: os may not be imported here"),
+     ("import os\n" + CONSTANT, "ImportError: os may not be imported here; allowed are math, random, "),
      ("x = 1 / 0\n" + CONSTANT, "ZeroDivisionError: division by zero")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["play", "eval"])
@@ -146,13 +161,27 @@ def test_a_file_that_does_not_load_is_refused_with_the_reason(
     path = tmp_path / "broken.py"
     path.write_text(source)
     assert program.main([command, str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path} does not load: {said}")
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {path} does not load: {said}")
+    assert "; allowed are" not in err or err.endswith(", decimal\n")  # all of them
 
 
 def test_play_prints_a_row_per_seed(honest: Path, call: Call) -> None:
     shown, _ = call("play", honest, "--size", 6, "--seeds", 3, 5)
     rows = [line.split("│")[1:3] for line in shown.splitlines() if "success" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [["3", "success"], ["5", "success"]]
+
+
+@pytest.mark.parametrize("command", ["--help", "play {}", "play {} --json"])
+def test_nobody_has_to_read_to_the_end(command: str, honest: Path) -> None:
+    """`--help | head` ended in a traceback.  Here the reader has gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, program.__file__, *command.format(honest).split()]
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE, done.stderr
+    assert "Error" not in done.stderr
 
 
 def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
@@ -197,6 +226,13 @@ def test_a_program_is_played_as_it_was_made(tmp_path: Path, call: Call) -> None:
     assert "--keys wasd" in said
     told = json.loads(call("play", path, "--seeds", 1, "--json", "--target", 32, "--keys", "bepo")[0])
     assert (told["target"], told["games"]["1"]["outcome"]) == (32, "invalid_move")
+
+
+def test_a_runs_folder_is_played_by_its_best_program(tmp_path: Path, call: Call) -> None:
+    made_for = program.TrainConfig(held_out=("6:64",), keys="wasd")
+    write_program(tmp_path / "best_strategy.py", HONEST.replace("éuai", "wasd"), made_for)
+    told = json.loads(call("play", tmp_path, "--seeds", 1, "--json")[0])
+    assert (told["file"], told["games"]["1"]["outcome"]) == (str(tmp_path / "best_strategy.py"), "success")
 
 
 @pytest.mark.parametrize("timeout", ['[5, "--unsafe-no-jail"]', '"5 --unsafe-no-jail"', '"--unsafe-no-jail"'])

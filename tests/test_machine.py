@@ -324,7 +324,7 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
     told = json.loads(out)
     assert told["fit"]
     assert told["versions"]["trl"] == "1.14.2"
-    assert told["checks"].keys() == {"settings", "jail", "model", "memory"}
+    assert told["checks"].keys() == {"settings", "jail", "model"}  # memory is a question of GPUs
     assert "unsloth" in err
 
 

@@ -79,10 +79,6 @@ def test_max_at_k_is_unbiased(k: int) -> None:
         assert gradient[j] == pytest.approx(slope, abs=1e-6)
 
 
-def test_a_group_smaller_than_k_counts_as_k() -> None:
-    assert objectives.max_at_k(REWARDS, 100) == objectives.max_at_k(REWARDS, len(REWARDS))
-
-
 @pytest.mark.parametrize("weigh", [objectives.entropic, lambda rewards: objectives.max_at_k(rewards, 3)])
 def test_advantages_have_the_spread_of_the_rewards(weigh: Callable[[Sequence[float]], list[float]]) -> None:
     usual = [reward - statistics.fmean(REWARDS) for reward in REWARDS]

@@ -25,7 +25,7 @@ from tests.browser import Browser, Page
 from tests.conftest import Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
-from toolkit import evaluation, report, runs
+from toolkit import UsageError, evaluation, report, runs
 from toolkit.programs import controls, recorded_game
 
 HOSTILE = (
@@ -145,8 +145,30 @@ def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
     other = json.loads(second)
     other["completions"] = other["completions"][:3]
     log.write_text(first + second + json.dumps(other) + "\n")
+    (folder / "result.json").unlink()
     steps = runs.read_run(folder).steps
     assert [(number, len(step.attempts)) for number, step in steps.items()] == [(1, 8), (2, 3)]
+
+
+def test_a_finished_run_with_too_few_steps_is_damaged(folder: Path) -> None:
+    """With its only line cut off, the page was written without any step, and without a word."""
+    log = folder / "rollouts.jsonl"
+    log.write_text(log.read_text()[:-100])
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
+        report.write_report(folder)
+
+
+def test_programs_are_shown_without_the_comment_that_names_their_game(folder: Path) -> None:
+    source = runs.read_run(folder).best
+    runs.write_program(folder / "best_strategy.py", source, program.TrainConfig())
+    assert runs.read_run(folder).best.strip() == source.strip()
+
+
+def test_four_boards_are_too_few_for_a_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven tests of two boards each stood below a short run's result."""
+    assert "Exact McNemar test" not in report.write_report(folder).read_text()
+    monkeypatch.setattr(report, "FEWEST_BOARDS", 4)
+    assert "Exact McNemar test" in report.write_report(folder).read_text()
 
 
 def test_what_hinders_the_report_costs_the_run_nothing(folder: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
     [
         (["--learning-rate", "0.5"], "--learning-rate was 0.001 when run began: leave it out, or choose another"),
         (["--model", "someone/else"], "--model was tiny when run began"),
-        (["--steps", "1"], f"--steps was {STEPS} when run began"),
+        (["--steps", "1"], f"run has {STEPS} steps, and 1 are fewer: name more"),
     ],
 )
 def test_other_numbers_do_not_go_on_with_a_run(

@@ -332,6 +332,23 @@ def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
         runs.rewind(file, 5)
 
 
+def test_a_damaged_run_is_left_as_it_is(tmp_path: Path) -> None:
+    """More steps renamed its result.json and changed its config.json before the damage was found."""
+    run = begun(tmp_path)
+    checkpoint(run, 4)
+    (run / "config.json").write_text('{"steps": 6}')
+    (run / "result.json").write_text('{"steps": 6}')
+    (run / "rollouts.jsonl").write_text("damaged\n" * 6)
+    (tmp_path / "latest").unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    config = Config(tmp_path, run_name="run")
+    config.steps = 8  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
+        runs.open_run(config)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "latest").exists()
+
+
 def test_programs_of_the_last_stage_are_raced_first(tmp_path: Path) -> None:
     """Then by their mean reward there, then the newest.  What cheats or does not load is left out."""
     file = tmp_path / "rollouts.jsonl"

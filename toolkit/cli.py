@@ -10,12 +10,15 @@ import importlib.util
 import inspect
 import io
 import json
+import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit import UsageError, bars
 from toolkit.ranks import RANK, RANKS, SHARDED
@@ -67,8 +70,10 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
         if stop.code in (0, None):
             raise
         lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()[1:]]
-        said = " ".join(takewhile(lambda line: line and not line.startswith("─"), lines))
-        raise UsageError(f"{said} (see {prog} --help)") from None
+        parts = (list(part) for empty, part in groupby(lines, lambda line: not line.strip("─╰╯-")) if not empty)
+        said = " ".join(next(parts))
+        similar = ", ".join(line.split()[0] for line in lines if re.match("--[a-z]", line) and "Unrecog" in said)
+        raise UsageError(f"{said} ({f'similar: {similar}; ' * bool(similar)}see {prog} --help)") from None
     if groups:
         parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
     return parsed
@@ -100,6 +105,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         config.output_dir, config.run_name = default.output_dir, default.run_name
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
+    if config.objective == "max_at_k" and config.max_at > config.generations:
+        raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
     if config.recipe == "published" and config.objective != "mean":
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
     if config.loader == "unsloth" and (config.vllm_server or SHARDED):
@@ -110,19 +117,43 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     return config
 
 
-def with_own_game(config: Any, argv: list[str], prog: str) -> Any:
+def with_own_game(config: Any, argv: list[str], prog: str, check: Callable[[Any], None]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit import machine, runs
 
     fields = {field.name for field in dataclasses.fields(config)}
     if getattr(config, "reasoning", "none") != "none":
         fields.remove("max_new_tokens")  # the effort that is asked for has its own
-    path = config.file if "file" in fields else Path(machine.resolve_model(config.model))
+    plays = "file" in fields
+    if plays and config.file.is_dir():  # a run's folder stands for its best program
+        config.file /= runs.BEST_PROGRAM
+    path = config.file if plays else Path(machine.resolve_model(config.model))
     options = runs.options_of(path, fields)
-    made_for = parse(type(config), [*options, *argv], prog) if options else config
+    made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
+    if plays:
+        made_for.file = path
+    check(made_for)
     if made_for != config:
         print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)
     return made_for
+
+
+def end_unread() -> NoReturn:
+    """End quietly, as by SIGPIPE: the program that read stdout, such as head, has ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+    raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+@contextlib.contextmanager
+def while_it_is_read() -> Iterator[None]:
+    """Write to stdout as long as somebody reads it."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        end_unread()
 
 
 def parse_arguments(
@@ -145,7 +176,7 @@ def parse_arguments(
     kind = commands[name][0]
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
     if name in ("eval", "play"):
-        config = with_own_game(config, rest, prog)
+        return with_own_game(config, rest, prog, check)
     check(config)
     return config
 
@@ -158,17 +189,20 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """
     real_stdout = sys.stdout
     try:
-        config = parse_arguments()
+        with while_it_is_read():
+            config = parse_arguments()
         from rich.console import Console
 
         as_json = getattr(config, "json", False)
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)
+            console.on_broken_pipe = end_unread  # type: ignore[method-assign]  # rich's own exit code is 1
             if not getattr(config, "quiet", False):
                 bars.show_on(console)
             result = run(config, console)
         if as_json and RANK == 0:
-            print(json.dumps(result), file=real_stdout)
+            with while_it_is_read():
+                print(json.dumps(result), file=real_stdout)
     except UsageError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -154,8 +154,6 @@ def doctor(
         return f"{name} is available"
 
     def memory() -> str:
-        if not machine.gpu:
-            return "not checked without a GPU"
         needed = memory_needed(name, planned)
         if warning := too_little_memory(name, machine, needed):
             warnings.append("memory")
@@ -164,7 +162,8 @@ def doctor(
 
     checks: dict[str, str] = {}
     wrong: list[str] = []
-    for part, check in {"settings": settings, "jail": players, "model": model, "memory": memory}.items():
+    known = {"settings": settings, "jail": players, "model": model} | ({"memory": memory} if machine.gpu else {})
+    for part, check in known.items():
         try:
             checks[part] = check()
         except UsageError as error:

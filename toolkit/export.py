@@ -10,6 +10,7 @@ Shapes: E experts of a layer, `in` and `out` the sides of a matrix, r the rank o
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -31,7 +32,7 @@ from toolkit.machine import (
     check_model,
     parameter_shapes,
 )
-from toolkit.runs import keep_config, read_json
+from toolkit.runs import checkpoints, keep_config, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -248,8 +249,8 @@ def merge_adapter(adapter: Path, base: str, format: str, folder: Path, say: Call
     if format == "mxfp4":
         say("rounding the experts to four bits")
         experts, left, error = pack_experts(adapted)
-        say(f"{left:.0%} of the adapter's change to the experts is left after rounding; "
-            f"the rounding error is {error:.1f} times as large as that change")  # fmt: skip
+        say(f"on average rounding keeps {left:.0%} of the adapter's change to the experts; a single weight is off by "
+            f"{error:.1f} times what the adapter changed it by (root mean square)")  # fmt: skip
     model = adapted.merge_and_unload().to(torch.bfloat16)
     weights = model.state_dict()
     if format == "mxfp4":
@@ -351,7 +352,9 @@ def find_adapter(source: Path) -> Path:
     for folder in (source / "adapter", source):
         if (folder / "adapter_model.safetensors").is_file():
             return folder
-    raise UsageError(f"{source} holds no adapter: name a run's folder, a checkpoint or an adapter's folder")
+    kept = checkpoints(source)
+    raise UsageError(f"{source} holds no adapter: " + (f"let the run end, or export {kept[0]}" if kept else
+                     "name a run's folder, a checkpoint or an adapter's folder"))  # fmt: skip
 
 
 def find_run(source: Path) -> Path:
@@ -386,6 +389,8 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     `task` returns the embedded model's task for a keyboard layout.
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    if config.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.push_to_hub):
+        raise UsageError(f"--push-to-hub must be OWNER/NAME, not {config.push_to_hub!r}")
     adapter = find_adapter(config.source)
     folder = config.output_dir or find_run(config.source) / "export" / config.format
     if config.output_dir and folder.exists():
@@ -399,6 +404,7 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
         check_download(base)
     if config.push_to_hub:
         check_token()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it misses kernels that we need not
     say("loading torch and transformers")
     from safetensors import SafetensorError
 

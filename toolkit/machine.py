@@ -107,6 +107,8 @@ def gpu_is_there() -> bool:
 
 def resolve_model(name: str) -> str:
     """What a model's name stands for: "auto" for this machine's default, a run's folder for its adapter."""
+    if not name.strip():
+        raise UsageError("the model's name is empty: leave it out, or name a hub id or a folder")
     if name != "auto":
         adapter = Path(name) / "adapter"
         return str(adapter) if adapter.is_dir() else name

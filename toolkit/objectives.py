@@ -58,10 +58,10 @@ def entropic(rewards: Sequence[float], bound: float = LN_2) -> list[float]:
 def max_at_k(rewards: Sequence[float], k: int) -> list[float]:
     """Weights (n,) of the unbiased gradient of E[best reward of k completions] for the rewards of a group (n,).
 
-    A weight is the mean, over all choices of k - 1 others, of what the completion adds to their best.  From PKPO (arXiv
-    2505.15201), with its baseline of k - 1 samples, and arXiv 2510.23393.  A group smaller than k counts as k.
+    A weight is the mean, over all choices of k - 1 others, of what the completion adds to their best.  n is at least k.
+    From PKPO (arXiv 2505.15201), with its baseline of k - 1 samples, and arXiv 2510.23393.
     """
-    n, k = len(rewards), min(k, len(rewards))
+    n = len(rewards)
     chances = [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)]  # that the j-th lowest is their best
     ranked = sorted(rewards)
     return [sum(chance * max(0.0, reward - other) for chance, other in zip(chances, ranked, strict=True))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 # Text and tables
 
 LONGEST = 8000  # characters of a program that a page shows
+FEWEST_BOARDS = 6  # of a paired test: on fewer not even winning all of them has p < 0.05
 Cell = str | tuple[str, str, Sequence[float]]  # a figure, the text below it, and low, value and high in [0, 1]
 
 
@@ -213,12 +214,12 @@ def headline(run: Run) -> str:
                 f"{max(run.steps, default=0)} of {run.config['steps']} steps.")  # fmt: skip
     stage, played = next(iter(run.held_out.items()))
     score = played.scores[AFTER]
-    said = (f"Programs of the trained model made {played.target} on {score.won:.0%} of {score.games} held-out {stage} "
-            f"boards. Their median largest tile is {score.largest_tile_median:.0f}.")  # fmt: skip
-    for player in (BEST, BEST_OF_N, RANDOM):
-        if player in played.scores:
-            found = played.scores[player]
-            said += f" {player[0].upper()}{player[1:]}: {found.won:.0%} and {found.largest_tile_median:.0f}."
+    sampled = run.result.get("races", {}).get("best_of_n", {}).get("sampled", "N")
+    named = {BEST: "the run's best program", BEST_OF_N: f"the best of {sampled} programs of the untrained model",
+             RANDOM: RANDOM}  # fmt: skip
+    others = [f"{name} in {played.scores[player].won:.0%}" for player, name in named.items() if player in played.scores]
+    said = (f"In {score.games} games on held-out {stage} boards, programs sampled from the trained model made "
+            f"{played.target} in {score.won:.0%}, {', '.join(others)}.")  # fmt: skip
     if run.result.get("ended"):
         said += f" Training was stopped: {run.result['ended']}."
     if run.result.get("jailed") is False:
@@ -232,7 +233,8 @@ def curve_charts(run: Run) -> str:
     def named(**names: str) -> dict[str, dict[int, float]]:
         return {name.replace("_", " "): run.curves.get(curve, {}) for name, curve in names.items()}
 
-    outcomes = {name.replace("_", " "): run.curves.get(f"outcomes/{name}", {}) for name in OUTCOMES}
+    outcomes = {name.replace("_", " ").replace("success", "won"): curve for name in OUTCOMES
+                if any((curve := run.curves.get(f"outcomes/{name}", {})).values())}  # fmt: skip
     return grid(
         chart("Reward of an answer", named(mean="reward"), "number"),
         chart("How games ended", outcomes, "percent", stacked=True),
@@ -290,11 +292,11 @@ def best_programs(run: Run, count: int = 5) -> str:
     tiles = {source: [tile for _, attempt in made for tile in attempt.tiles] for source, made in tries.items()}
     ranked = sorted(tiles, key=lambda source: (statistics.fmean(tiles[source]), len(tiles[source])), reverse=True)
     return "".join(
-        listing(f"{last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
+        listing(f"{place}. {last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
                 f"{'games' if len(tiles[source]) > 1 else 'game'}), "
                 f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
                 f"written at step {tries[source][0][0]}", source)
-        for source in ranked[:count])  # fmt: skip
+        for place, source in enumerate(ranked[:count], 1))  # fmt: skip
 
 
 def write_page(file: Path, title: str, lead: str, before: str, after: str, games: Mapping[str, Any]) -> Path:
@@ -317,7 +319,7 @@ def write_page(file: Path, title: str, lead: str, before: str, after: str, games
 def write_report(folder: Path) -> Path:
     """Write a run's report.html.  Raises UsageError."""
     run = read_run(folder)
-    pairs = pairs_within(run.held_out)
+    pairs = [pair for pair in pairs_within(run.held_out) if pair.boards >= FEWEST_BOARDS]
     tables = "".join(
         score_table(stage, played.scores, played.target)
         + (f"<p>{text(without_skill(stage, played))}</p>" if i else "")
@@ -412,14 +414,16 @@ def show_stage(console: Console, stage: str, scores: Mapping[str, Score], pairs:
 
 def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
     """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
+    if config.output and config.output.suffix != ".html":  # it could be a file of a run
+        raise UsageError(f"--output is a page: name a file that ends in .html, not {config.output}")
     runs = read_runs(config.runs)
     pairs = pairs_between({name: run.held_out for name, run in runs.items()})
     page = write_comparison(runs, pairs, config.output or config.runs[0].resolve().parent / "compare.html")
     for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
         scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}
         show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
-    console.print("Both tests are exact, two-sided and not corrected for multiple testing. "
-                  f"The page is {page}", highlight=False, soft_wrap=True)  # fmt: skip
+    console.print("Both tests are exact, two-sided and not corrected for multiple testing.")
+    console.print(f"The page is {page}", soft_wrap=True)
     printed = {name: {stage: {"target": played.target, **dataclasses.asdict(played.scores[AFTER]),
                               "by_board": played.by_board(AFTER)} for stage, played in run.held_out.items()}
                for name, run in runs.items()}  # fmt: skip

@@ -56,7 +56,7 @@ def choose_best(evaluator: Evaluator, run: Path, seconds: float, first: Sequence
     """Find a run's best program and leave it in its folder.  Candidates: the `first` ones, then those of training."""
     found = race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], seconds)
     for source in found.ranking[:1]:
-        runs.write_program(run / "best_strategy.py", source, evaluator.config)
+        runs.write_program(run / runs.BEST_PROGRAM, source, evaluator.config)
         (run / "best_game.json").unlink(missing_ok=True)  # of an earlier result
     return found
 
@@ -170,7 +170,7 @@ def conclude(
         raise
     watch.show_scores(console, result)
     if source:
-        say(f"the best program ({run / 'best_strategy.py'}):\n\n{source}")
+        say(f"the best program ({run / runs.BEST_PROGRAM}):\n\n{source}")
     return result
 
 

@@ -42,6 +42,7 @@ from toolkit import UsageError, stage_name
 from toolkit.evaluation import HeldOut, read_scores
 from toolkit.ranks import RANK
 
+BEST_PROGRAM = "best_strategy.py"
 OUTCOMES = ("success", "lost", "stuck", "timeout", "error", "invalid_move", "no_function")  # how a game can end
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,11 +111,15 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
 def checkpoints(run: Path) -> list[Path]:
     """A run's checkpoints, newest first."""
-    found = {int(path.name.removeprefix("checkpoint-")): path for path in run.glob("checkpoint-*")
-             if path.name.removeprefix("checkpoint-").isdecimal()}  # fmt: skip
-    return [found[step] for step in sorted(found, reverse=True)]
+    found = (path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal())
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
@@ -263,15 +268,19 @@ def open_run(config: RunConfig) -> Path:
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
         lock(run)
+        result = read_json(run / "result.json")
+        if newest := newest_checkpoint(run, lambda _: None):  # a damaged run is left as it is
+            first_lines(run / "rollouts.jsonl", step_of(newest))
+        elif result:
+            raise UsageError(f"{run} has no checkpoint to train on from: choose another --run-name")
         if longer:
-            if result := read_json(run / "result.json"):
-                if not newest_checkpoint(run, lambda _: None):
-                    raise UsageError(f"{run} has no checkpoint to train on from: choose another --run-name")
+            if result:
                 (run / "result.json").rename(run / f"result-{result['steps']}.json")
             write_whole(run / "config.json", json.dumps(stored | {"steps": steps}, indent=2) + "\n")
         point(config.output_dir / "latest", name)
     except OSError as error:
-        raise UsageError(f"{run} cannot be written ({error.strerror}): choose another --output-dir") from None
+        place = run if os.access(run, os.F_OK) else config.output_dir
+        raise UsageError(f"{place} cannot be written ({error.strerror}): choose another --output-dir") from None
     return run
 
 
@@ -316,6 +325,9 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
         asked = getattr(config, name)
         if name in changeable or name in ("output_dir", "run_name") or (name == "steps" and asked > value):
             continue
+        if name == "steps" and asked < value:
+            raise UsageError(f"{stored.run_name} has {value} steps, and {asked} are fewer: name more, or another "
+                             "--run-name")  # fmt: skip
         if asked != value:
             raise UsageError(f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
                              "choose another --run-name")  # fmt: skip
@@ -385,7 +397,7 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
         else:
             raise
         kept = newest_checkpoint(run, lambda _: None)
-        where = f"after step {kept.name.removeprefix('checkpoint-')}" if kept else "from the start"
+        where = f"after step {step_of(kept)}" if kept else "from the start"
         raise UsageError(f"{trouble}: fix that and start again; the run resumes {where}") from error
 
 
@@ -478,16 +490,21 @@ def read_rollouts(file: Path) -> dict[int, Step]:
     return steps
 
 
-def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
-    """Cut rollouts.jsonl off after so many steps, and return them.  Raises UsageError if it has fewer."""
+def first_lines(file: Path, steps: int) -> list[str]:
+    """The lines of rollouts.jsonl for so many steps.  Raises UsageError if it has fewer, or damaged ones."""
     with naming(file), file.open(encoding="utf-8") as lines:
         kept = list(islice(lines, steps))
-        rows = [json.loads(line) for line in kept]
-        if len(rows) < steps:
+        if len([Step.of(json.loads(line)) for line in kept]) < steps:
             raise ValueError
+    return kept
+
+
+def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
+    """Cut rollouts.jsonl off after so many steps, and return them.  Raises UsageError if it has fewer."""
+    kept = first_lines(file, steps)
     if RANK == 0:
         write_whole(file, "".join(kept))
-    return rows
+    return [json.loads(line) for line in kept]
 
 
 def programs_to_race(file: Path) -> list[str]:
@@ -549,12 +566,16 @@ def read_run(folder: Path) -> Run:
     with naming(folder / "result.json"):
         scores = read_scores(result)
     sources = {}
-    for name in ("best_strategy.py", "best_of_n.py"):
+    for name in (BEST_PROGRAM, "best_of_n.py"):
         with naming(file := folder / name):
-            sources[name] = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return Run(folder.resolve().name, config, result, scores, read_curves(folder),
-               read_rollouts(folder / "rollouts.jsonl"), sources["best_strategy.py"], sources["best_of_n.py"],
-               read_game(folder / "best_game.json"))  # fmt: skip
+            source = file.read_text(encoding="utf-8") if file.is_file() else ""
+            sources[name] = source.partition("\n")[2] if source.startswith(MADE_FOR) else source
+    steps = read_rollouts(file := folder / "rollouts.jsonl")
+    with naming(file):
+        if file.is_file() and max(steps, default=0) < result.get("steps", 0):
+            raise ValueError
+    return Run(folder.resolve().name, config, result, scores, read_curves(folder), steps,
+               sources[BEST_PROGRAM], sources["best_of_n.py"], read_game(folder / "best_game.json"))  # fmt: skip
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:

@@ -46,10 +46,11 @@ def excerpt(source: str, usual: Container[str], most: int) -> str:
     return "\n".join(shown[:most] + ["..."] * (len(shown) > most))
 
 
-LEGEND = """\
-reward: mean of a step's answers, ± standard deviation; won: games that made the stage's target; loads: answers with a
-program that loads; distinct: answers that differ within their group, which is all answers to one prompt; no gradient:
-groups with equal rewards, from which nothing can be learned"""
+LEGEND = (
+    "reward: mean of a step's answers, ± standard deviation; won: share of their games that made the stage's target "
+    "(a program that fails wins none); loads: answers with a program that loads; distinct: answers that differ within "
+    "their group, which is all answers to one prompt; no gradient: groups with equal rewards, which teach nothing"
+)
 
 
 class TrainingView:
@@ -64,7 +65,7 @@ class TrainingView:
         self._seconds: deque[float] = deque(maxlen=10)
 
     def __enter__(self) -> TrainingView:
-        self.say(LEGEND, style="dim")
+        self._console.print(LEGEND, style="dim")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,11 +126,12 @@ def show_scores(console: Console, result: Mapping[str, Any]) -> None:
         table = Table(f"{stage}, held out", f"made {played.target}", "95% interval", "median tile", "games")
         for name, score in played.scores.items():
             interval = f"{score.won_low:.0%} to {score.won_high:.0%}"
-            table.add_row(str(result["model"]) if name == evaluation.MODEL else name, f"{score.won:.0%}", interval,
+            shown = str(result["model"]).removesuffix("/adapter") if name == evaluation.MODEL else name
+            table.add_row(shown, f"{score.won:.0%}", interval,
                           f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
         console.print(table)
         if i:
-            console.print(evaluation.without_skill(stage, played), soft_wrap=True)
+            console.print(evaluation.without_skill(stage, played))
     if not result["jailed"]:
         console.print("These strategies ran WITHOUT the jail (--unsafe-no-jail): nothing kept them from cheating.")
 
@@ -322,7 +324,7 @@ class Progress:
         from transformers.integrations import TensorBoardCallback
 
         checkpoint = by_first_rank(partial(runs.newest_checkpoint, self.run, self._view.say))
-        step = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+        step = runs.step_of(checkpoint) if checkpoint else 0
         if checkpoint:
             self._resume(checkpoint, step)
             self._view.say(f"resuming after step {step}; the learning rate is that of {self._config.steps} steps")
