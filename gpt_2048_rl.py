@@ -1423,8 +1423,9 @@ class RunOptions:
     lora_rank: Annotated[int, (1, 1024)] = 4  # of the adapters
     adapt: Literal["all", "attention"] = "all"  # what gets adapters: attention and experts, or attention alone
     lora_alpha: Annotated[int, (1, 4096)] = 8
-    loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: 16 bits; for accelerate's FSDP and for vLLM
-    vllm_server: str = ""  # URL of a `trl vllm-serve` that generates the completions
+    loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: 16 bits; for accelerate's FSDP
+    sampler: Literal["generate", "vllm"] = "generate"  # of completions in training: the trained model, or vLLM
+    vllm_server: str = ""  # URL of a vLLM server that runs already; default: the run starts one
     save_steps: Annotated[int, (1, 10**7)] = 20  # steps between checkpoints
     keep: Annotated[int, (1, 10**6)] = 3  # newest checkpoints to keep, besides the best
     patience: Annotated[int, (1, 10**7)] = 20  # steps in a row with nothing to learn that end training
@@ -1501,7 +1502,7 @@ def check_config(config: Any) -> None:
         for low, high in getattr(hint, "__metadata__", ()):
             if out := [number for number in numbers if not low <= number <= high]:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
-    kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "vllm_server", "objective", "archive")
+    kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive")
     needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
     needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
     if ALONE and needs:
@@ -1814,7 +1815,6 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
 
     gpu, plain = torch.cuda.is_available(), config.loader == "transformers"
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
-    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": config.vllm_server}
     same = ("temperature", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "loss_type",
             "scale_rewards", "epsilon", "entropy_coef", "beta", "save_steps", "seed")  # fmt: skip
     arguments = GRPOConfig(
@@ -1830,7 +1830,6 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         **({"gradient_checkpointing": gpu} if plain else {}),  # Unsloth's loader has set it
         # In how many forward passes Unsloth takes a batch.  Unnamed, that follows from the memory free at the moment.
         **({"unsloth_grpo_mini_batch": 1} if gpu and not plain else {}),
-        **(server if config.vllm_server else {}),
         reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         save_strategy="no" if ALONE else "steps",

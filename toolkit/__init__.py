@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+VLLM_PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm" / "bin" / "python"  # ./setup.sh --with vllm
+
 
 class UsageError(Exception):
     """What was wrong and what to do, in one line; the program exits with code 2."""

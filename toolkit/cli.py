@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import io
 import json
@@ -20,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolkit import UsageError, bars
+from toolkit import VLLM_PYTHON, UsageError, bars
 from toolkit.ranks import RANK, RANKS, SHARDED
 
 if TYPE_CHECKING:
@@ -109,11 +108,12 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
     if config.recipe == "published" and config.objective != "mean":
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
-    if config.loader == "unsloth" and (config.vllm_server or SHARDED):
-        raise UsageError(f"{'--vllm-server' if config.vllm_server else 'FSDP'} needs --loader transformers: "
-                         "Unsloth keeps the whole model in one process")  # fmt: skip
-    if config.vllm_server and not importlib.util.find_spec("vllm"):
-        raise UsageError("--vllm-server needs vllm beside trl, in an environment of their own: see docs/cluster.md")
+    if config.loader == "unsloth" and SHARDED:
+        raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
+    if config.vllm_server and config.sampler != "vllm":
+        raise UsageError("--vllm-server needs --sampler vllm")
+    if config.sampler == "vllm" and not (config.vllm_server or VLLM_PYTHON.exists()):
+        raise UsageError("--sampler vllm needs vLLM, in an environment of its own: run ./setup.sh --with vllm")
     return config
 
 

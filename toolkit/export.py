@@ -144,10 +144,9 @@ def full_precision(name: str) -> str:
     return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
 
 
-def export_adapter(source: Path, base: str, folder: Path) -> None:
-    """Write an adapter and its tokenizer so that PEFT loads the adapter on the released model `base`."""
+def write_adapter(source: Path, base: str, folder: Path) -> None:
+    """Write an adapter so that PEFT and vLLM load it on the released model `base`."""
     from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer
 
     config = read_json(source / "adapter_config.json")
     weights = load_file(source / "adapter_model.safetensors")
@@ -162,7 +161,6 @@ def export_adapter(source: Path, base: str, folder: Path) -> None:
     config |= {"base_model_name_or_path": base, "auto_mapping": None}
     save_file(fused, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,11 +363,14 @@ def find_run(source: Path) -> Path:
 
 def write_export(source: Path, adapter: Path, base: str, format: str, folder: Path, say: Callable[[str], None]) -> None:
     """Write an export next to its final place and then rename it, so the folder is never incomplete."""
+    from transformers import AutoTokenizer
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
         made, lora = Path(scratch) / "made", Path(scratch) / "lora"
         lora.mkdir()
-        export_adapter(adapter, base, lora)
+        write_adapter(adapter, base, lora)
+        AutoTokenizer.from_pretrained(adapter).save_pretrained(lora)
         if format == "lora":
             lora.rename(made)
         else:

@@ -190,6 +190,8 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
         return Choice("stored", why="the embedded model and adapters to fused experts stay as they are")
     if config.weights != "auto":
         return Choice(config.weights, why=f"--weights {config.weights}")
+    if getattr(config, "sampler", "") == "vllm":
+        return Choice("stored", why="so that the vLLM server holds the same weights")
     if kept := read_json(speeds()).get(speed_key(machine, name)):
         why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
         return Choice(kept["weights"], kept["compiled"], why)
@@ -398,6 +400,9 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
+
+
 def parameter_shapes(config: Any) -> dict[str, torch.Size]:
     """The shapes of a causal language model's parameters, from its transformers config and without its weights."""
     import torch
@@ -426,18 +431,22 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     except Exception:  # transformers does not know every architecture; loading will tell
         return {}
     unpacked = config.weights == "16bit" or uses_transformers(config)
-    packed = 4.13 / 8 if config.weights in ("auto", "4bit") and not unpacked else 2.0
-    if getattr(model_config, "quantization_config", None) and not unpacked:
-        packed = min(packed, 4.25 / 8)
+    stored = 4.25 / 8 if getattr(model_config, "quantization_config", None) else 2.0
+    packed = 4.13 / 8 if config.weights in ("auto", "4bit") else 2.0
     whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
-    weights = sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
-                  for name, shape in shapes.items())  # fmt: skip
+
+    def held(packed: float) -> float:
+        return sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
+                   for name, shape in shapes.items())  # fmt: skip
+
     place = "self_attn" if getattr(config, "adapt", "all") == "attention" else ""
     adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
                   if len(shape) > 1 and not whole.search(name) and place in name)  # fmt: skip
     parts = RANKS if SHARDED else 1
+    own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
     return {
-        "weights": weights / parts,
+        **({SERVER: held(stored) + 8e9} if own_server else {}),
+        "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
         "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
         "CUDA and scratch": 3e9,

@@ -94,6 +94,97 @@ def point(link: Path, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One completion of a training step."""
+
+    source: str | None
+    reward: float
+    tiles: tuple[int, ...]  # the largest tile of each game
+    plays: bool  # its program loads and does not cheat
+    cheating: str  # what the program does that it may not, or ""
+
+    def __str__(self) -> str:
+        tile = f"largest tile {statistics.fmean(self.tiles):.0f}"
+        return f"reward {self.reward:.1f}, " + (f"does not play: it {self.cheating}" if self.cheating else tile)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step."""
+
+    stage: str  # board and target
+    attempts: tuple[Attempt, ...]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Step:
+        """One line of rollouts.jsonl."""
+        attempts = (
+            Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
+                    done["works"] == "load" and not done["cheating"], done["cheating"])
+            for done in row["completions"])  # fmt: skip
+        return cls(stage_name(row["size"], row["target"]), tuple(attempts))
+
+
+def read_rollouts(file: Path) -> dict[int, Step]:
+    """The steps by their number.  A resumed run may log a step twice: the last one counts.
+
+    A last line without its line break was cut off by a kill and is skipped.
+    """
+    steps: dict[int, Step] = {}
+    if not file.is_file():
+        return steps
+    with naming(file), file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                row = json.loads(line)
+                steps[int(row["step"])] = Step.of(row)
+    return steps
+
+
+def first_lines(file: Path, steps: int) -> list[str]:
+    """The lines of rollouts.jsonl for so many steps.  Raises UsageError if it has fewer, or damaged ones."""
+    with naming(file), file.open(encoding="utf-8") as lines:
+        kept = list(islice(lines, steps))
+        if len([Step.of(json.loads(line)) for line in kept]) < steps:
+            raise ValueError
+    return kept
+
+
+def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
+    """Cut rollouts.jsonl off after so many steps, and return them.  Raises UsageError if it has fewer."""
+    kept = first_lines(file, steps)
+    if RANK == 0:
+        write_whole(file, "".join(kept))
+    return [json.loads(line) for line in kept]
+
+
+def programs_to_race(file: Path) -> list[str]:
+    """The distinct programs of rollouts.jsonl that load and do not cheat, the most promising first.
+
+    The order is by the last stage that a program was judged at, its mean reward there, and its newest step.
+    """
+    steps = read_rollouts(file)
+    order = {stage: i for i, stage in enumerate(dict.fromkeys(step.stage for step in steps.values()))}
+    rewards: dict[str, dict[int, list[float]]] = {}  # of each program by stage
+    newest: dict[str, int] = {}
+    for number, step in steps.items():
+        for attempt in step.attempts:
+            if attempt.source and attempt.plays:
+                rewards.setdefault(attempt.source, {}).setdefault(order[step.stage], []).append(attempt.reward)
+                newest[attempt.source] = number
+
+    def promise(source: str) -> tuple[int, float, int]:
+        last = max(rewards[source])
+        return last, statistics.fmean(rewards[source][last]), newest[source]
+
+    return sorted(rewards, key=promise, reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 UNFINISHED = ".unfinished"  # the folder in which a checkpoint is written
@@ -428,38 +519,6 @@ class Interruption:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One completion of a training step."""
-
-    source: str | None
-    reward: float
-    tiles: tuple[int, ...]  # the largest tile of each game
-    plays: bool  # its program loads and does not cheat
-    cheating: str  # what the program does that it may not, or ""
-
-    def __str__(self) -> str:
-        tile = f"largest tile {statistics.fmean(self.tiles):.0f}"
-        return f"reward {self.reward:.1f}, " + (f"does not play: it {self.cheating}" if self.cheating else tile)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step."""
-
-    stage: str  # board and target
-    attempts: tuple[Attempt, ...]
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Step:
-        """One line of rollouts.jsonl."""
-        attempts = (
-            Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
-                    done["works"] == "load" and not done["cheating"], done["cheating"])
-            for done in row["completions"])  # fmt: skip
-        return cls(stage_name(row["size"], row["target"]), tuple(attempts))
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything that pages and comparisons need of a run."""
 
@@ -472,61 +531,6 @@ class Run:
     best: str  # source of the best program, or ""
     best_of_n: str  # of the untrained model, or ""
     game: dict[str, Any]  # its best game, or empty
-
-
-def read_rollouts(file: Path) -> dict[int, Step]:
-    """The steps by their number.  A resumed run may log a step twice: the last one counts.
-
-    A last line without its line break was cut off by a kill and is skipped.
-    """
-    steps: dict[int, Step] = {}
-    if not file.is_file():
-        return steps
-    with naming(file), file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                row = json.loads(line)
-                steps[int(row["step"])] = Step.of(row)
-    return steps
-
-
-def first_lines(file: Path, steps: int) -> list[str]:
-    """The lines of rollouts.jsonl for so many steps.  Raises UsageError if it has fewer, or damaged ones."""
-    with naming(file), file.open(encoding="utf-8") as lines:
-        kept = list(islice(lines, steps))
-        if len([Step.of(json.loads(line)) for line in kept]) < steps:
-            raise ValueError
-    return kept
-
-
-def rewind(file: Path, steps: int) -> list[dict[str, Any]]:
-    """Cut rollouts.jsonl off after so many steps, and return them.  Raises UsageError if it has fewer."""
-    kept = first_lines(file, steps)
-    if RANK == 0:
-        write_whole(file, "".join(kept))
-    return [json.loads(line) for line in kept]
-
-
-def programs_to_race(file: Path) -> list[str]:
-    """The distinct programs of rollouts.jsonl that load and do not cheat, the most promising first.
-
-    The order is by the last stage that a program was judged at, its mean reward there, and its newest step.
-    """
-    steps = read_rollouts(file)
-    order = {stage: i for i, stage in enumerate(dict.fromkeys(step.stage for step in steps.values()))}
-    rewards: dict[str, dict[int, list[float]]] = {}  # of each program by stage
-    newest: dict[str, int] = {}
-    for number, step in steps.items():
-        for attempt in step.attempts:
-            if attempt.source and attempt.plays:
-                rewards.setdefault(attempt.source, {}).setdefault(order[step.stage], []).append(attempt.reward)
-                newest[attempt.source] = number
-
-    def promise(source: str) -> tuple[int, float, int]:
-        last = max(rewards[source])
-        return last, statistics.fmean(rewards[source][last]), newest[source]
-
-    return sorted(rewards, key=promise, reverse=True)
 
 
 def write_result(run: Path, result: Mapping[str, Any]) -> None:

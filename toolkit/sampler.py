@@ -64,11 +64,11 @@ class Recorder:
         return torch.stack(self._noted, 1) if self._noted else None
 
 
-def rounding(model: Any) -> float:
-    """The largest mean gap that rounding explains for a model's weights."""
+def rounding(model: Any, served: bool = False) -> float:
+    """The largest mean gap that rounding explains for a model's weights, or for those of a server in bfloat16."""
     if any(type(weights).__name__ == "Params4bit" for weights in model.parameters()):
         return ROUNDING["4 bits"]
-    return ROUNDING["float32" if str(model.dtype) == "torch.float32" else "bfloat16"]
+    return ROUNDING["float32" if str(model.dtype) == "torch.float32" and not served else "bfloat16"]
 
 
 def unended(trainer: Any, batch: dict[str, Any]) -> float:
@@ -113,7 +113,7 @@ def sampled_curves(trainer: Any, batch: dict[str, Any], recorder: Recorder, exac
         chosen = now.gather(2, batch["completion_ids"][:rows, :length, None])[..., 0]  # (rows, length)
         gaps = (chosen - sampled[:rows, :length]).abs()[mask[:, :length]]
         curves |= {"sampler/gap": gaps.mean().item(), "sampler/max": gaps.max().item()}
-        curves["sampler/limit"] = rounding(model)
+        curves["sampler/limit"] = rounding(model, served=trainer.use_vllm)
     if exact:
         with model.disable_adapter():
             start = log_probabilities(model, batch, rows, trainer.temperature)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 VERSION = 9  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
 POSITIONS = 1024  # tokens of a prompt with its answer, at most
+ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def untrained_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast)
         num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
         head_dim=config.hidden // config.heads, num_local_experts=config.experts,
         num_experts_per_tok=config.experts_per_token, max_position_embeddings=POSITIONS, initializer_range=config.init,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, router_aux_loss_coef=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, router_aux_loss_coef=0.0,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)  # fmt: skip
     return GptOssForCausalLM(shape)

@@ -335,6 +335,12 @@ class Progress:
         if RANK == 0:
             self._writer = SummaryWriter(self.run, purge_step=step + 1)
             self._trainer.add_callback(TensorBoardCallback(self._writer))
+        options: Any = self._config
+        if options.sampler == "vllm":
+            from toolkit.server import sample_with_vllm
+
+            self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
+            sample_with_vllm(self._trainer, options, self.run)
         with self._view, self._interruption:
             self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 

@@ -1,0 +1,232 @@
+"""Sampling from a vLLM server: its command line, what it is sent, and a training run with a real server on a CPU.
+
+vLLM has no LoRA kernels for CPUs.  There a server takes an adapter and cannot sample with it.  So the run's server gets
+the merged weights instead, of attention alone, because it would keep its packed experts; all else is as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.preloaded import call
+from toolkit import VLLM_PYTHON, UsageError, machine, server, tiny
+
+H200 = machine.Machine(gpu="NVIDIA H200", capability=(9, 0), memory=150_000_000_000)
+
+
+@dataclass
+class FakeServer:
+    """A server that answers every POST with the same object, and notes what it was asked."""
+
+    answer: dict[str, Any] = field(default_factory=dict)
+    status: int = 200
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Its URL while it runs."""
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                fake.asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+                body = json.dumps(fake.answer).encode()
+                self.send_response(fake.status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            listening.server_close()
+
+
+def test_completions_come_in_the_order_of_their_prompts() -> None:
+    """With the log-probability of each token as a list of one, as TRL expects it."""
+    choices = [{"index": 1, "token_ids": [7, 0], "logprobs": {"token_logprobs": [-0.5, -0.25]}},
+               {"index": 0, "token_ids": [9], "logprobs": {"token_logprobs": [-2.0]}}]  # fmt: skip
+    trainer = SimpleNamespace(temperature=0.7, top_p=1.0, top_k=0, max_completion_length=64, eos_token_ids=[0, 5])
+    fake = FakeServer({"choices": choices})
+    with fake.running() as url:
+        sampler = server.Sampler(trainer, server.Server(url), "base", Path("run"))
+        prompts, ids, logprobs, _ = sampler.generate([[1, 2], [3]], None, 2, contextlib.nullcontext())
+    assert (prompts, ids, logprobs) == ([[1, 2], [3]], [[9], [7, 0]], [[[-2.0]], [[-0.5], [-0.25]]])
+    ((path, asked),) = fake.asked
+    assert path == "/v1/completions"
+    assert asked["prompt"] == [[1, 2], [3]]
+    assert (asked["temperature"], asked["top_k"], asked["max_tokens"]) == (0.7, -1, 64)
+    assert asked["stop_token_ids"] == [0, 5]
+
+
+def test_a_server_that_fails_is_named_with_its_reason() -> None:
+    with (
+        FakeServer({"error": "no room"}, status=500).running() as url,
+        pytest.raises(UsageError, match=rf"the vLLM server {url} failed at /v1/load_lora_adapter .*no room"),
+    ):
+        server.Server(url, "run/vllm.log").load(Path("adapter"), "run-1")
+    with pytest.raises(UsageError, match=r"refused.*see run/vllm\.log, then start again"):
+        server.Server(url, "run/vllm.log").complete("run-1", [[1]], {})
+
+
+def test_a_server_that_ends_at_once_is_said_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "command", lambda *_: ["bash", "-c", "echo no CUDA >&2; exit 1"])
+    with pytest.raises(UsageError, match=f"vLLM did not start: see {tmp_path / 'vllm.log'}"):
+        server.start("owner/name", program.TrainConfig(), H200, tmp_path)
+    assert (tmp_path / "vllm.log").read_text() == "no CUDA\n"
+
+
+def options_of(command: list[str]) -> dict[str, str]:
+    return {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
+
+
+def test_the_command_line_of_a_server() -> None:
+    config = program.TrainConfig(lora_rank=4, max_seq_length=1024)
+    options = options_of(server.command("unsloth/gpt-oss-20b", config, 0.2, 8000))
+    assert options["--model"] == "unsloth/gpt-oss-20b"
+    assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "1024")
+    assert (options["--gpu-memory-utilization"], options["--logprobs-mode"]) == ("0.20", "processed_logprobs")
+    assert options["--host"] == "127.0.0.1"
+    assert "--hf-overrides" not in options
+    with pytest.raises(UsageError, match="--lora-rank 600 is more than vLLM's 512"):
+        server.command("unsloth/gpt-oss-20b", program.TrainConfig(lora_rank=600), 0.2, 8000)
+
+
+def test_the_trainer_holds_the_weights_that_the_server_holds() -> None:
+    """As released.  In NF4 the trained model would not be the one that samples."""
+    config = program.TrainConfig(sampler="vllm")
+    assert machine.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "stored"
+    config.weights = "4bit"
+    assert machine.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "4bit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--sampler", "vllm"], "run ./setup.sh --with vllm"),
+     (["--vllm-server", "http://localhost:1"], "--vllm-server needs --sampler vllm")],
+)  # fmt: skip
+def test_what_vllm_needs_is_said(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("toolkit.cli.VLLM_PYTHON", Path("/nowhere"))
+    assert program.main(["--model", "tiny", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real server
+
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs ./setup.sh --with vllm")
+ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+STEPS = 3
+
+
+def merged(adapter: Path) -> Path:
+    """A folder with the embedded model's weights and an adapter merged into them."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = adapter.parent / "merged"
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder_of("bepo"), dtype=torch.float32)
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder, save_original_format=False)
+    return folder
+
+
+class MergingServer(server.Server):
+    """A server without LoRA, which reads the merged weights instead of each adapter."""
+
+    def load(self, adapter: Path, name: str) -> None:
+        path = str(merged(adapter).resolve())
+        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        self.ask("/reset_prefix_cache", {})
+
+    def unload(self, name: str) -> None:
+        pass
+
+    def complete(self, name: str, *rest: Any) -> list[dict[str, Any]]:
+        return super().complete("base", *rest)
+
+
+def train_with_a_server(folder: str) -> None:
+    """Three steps, with completions of a server that is really started."""
+    usual = server.command
+
+    def without_lora(*arguments: Any) -> list[str]:
+        words = [word for word in usual(*arguments) if word != "--enable-lora"]
+        rank = words.index("--max-lora-rank")
+        return [*words[:rank], *words[rank + 2 :], "--enforce-eager"]
+
+    os.environ.update(ON_A_CPU)
+    server.command, server.Server = without_lora, MergingServer  # type: ignore[assignment, misc]
+    options = {"model": "tiny", "sampler": "vllm", "adapt": "attention", "steps": STEPS, "generations": 8,
+               "batch-size": 8, "games": 2, "held-out": "3:64", "ladder": "3:64", "best-of": 0, "race-seconds": 1,
+               "learning-rate": 3e-3, "warmup-steps": 0, "output-dir": folder, "run-name": "run"}  # fmt: skip
+    program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
+
+
+@pytest.mark.optional
+@needs_vllm
+def test_a_run_trains_on_completions_of_a_real_server(tmp_path: Path) -> None:
+    """The server samples what is trained: the gap at each step is rounding, though the adapter changes every time."""
+    from toolkit.runs import read_curves
+
+    call(train_with_a_server, tmp_path)
+    run = tmp_path / "run"
+    log = (run / server.LOG).read_text()
+    curves = read_curves(run)
+    assert len(curves["sampler/gap"]) == STEPS, log
+    assert max(curves["sampler/gap"].values()) < 0.03
+    assert len(re.findall(r'"POST /v1/completions HTTP/1.1" 200', log)) == STEPS
+    assert json.loads((run / "result.json").read_text())["steps"] == STEPS
+
+
+def load_an_adapter(folder: str) -> None:
+    """Start a server with LoRA as a run does, and give it the adapter of a run, twice."""
+    usual = server.command
+    os.environ.update(ON_A_CPU)
+    server.command = lambda *arguments: [*usual(*arguments), "--enforce-eager"]
+    config = program.train_defaults("tiny")
+    base, run = str(tiny.folder_of("bepo")), Path(folder)
+    model, _ = program.load_model("tiny", config, lambda _: None)
+    model = program.add_adapters(model, config)
+    trainer: Any = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+                                   state=SimpleNamespace(global_step=0))  # fmt: skip
+    asked = server.Server(server.start(base, config, H200, run))
+    sampler = server.Sampler(trainer, asked, base, run)
+    for trainer.state.global_step in range(2):
+        sampler.sync_weights()
+    names = [served["id"] for served in json.loads(asked.ask("/v1/models"))["data"]]
+    (run / "names.json").write_text(json.dumps(names))
+
+
+@pytest.mark.optional
+@needs_vllm
+def test_a_real_server_takes_the_adapter_of_each_step(tmp_path: Path) -> None:
+    """Attention and experts, in the layout of the released model, under a new name; the one before is forgotten."""
+    run = tmp_path / "run"
+    run.mkdir()
+    call(load_an_adapter, run)
+    assert json.loads((run / "names.json").read_text()) == ["base", "run-1"]
+    shutil.rmtree(run)

@@ -1,0 +1,179 @@
+"""Completions from a vLLM server: it holds the model as released, and before each step it gets the new adapter.
+
+The server is a process with an environment of its own (`./setup.sh --with vllm`), or runs elsewhere (`--vllm-server`).
+Trainer and server speak OpenAI's protocol, so the trainer needs no vLLM.  Every adapter has the step in its name: what
+the server has cached of an older one cannot be taken for the new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit import VLLM_PYTHON, UsageError, tiny
+from toolkit.export import full_precision, write_adapter
+from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
+from toolkit.ranks import by_first_rank, whole_weights
+
+RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step
+LOG = "vllm.log"  # in the run's folder
+
+
+class ServerConfig(ModelConfig, Protocol):
+    """What is read of a run's options."""
+
+    @property
+    def lora_rank(self) -> int: ...
+
+    @property
+    def vllm_server(self) -> str: ...
+
+
+class Server:
+    """A vLLM server's endpoints.  Every error becomes a UsageError."""
+
+    def __init__(self, url: str, log: str = "its log") -> None:
+        self._url, self._log = url.rstrip("/"), log
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
+        """The answer to a GET, or with a body to a POST."""
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(asked, timeout=seconds) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace")[:300]
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        raise UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")
+
+    def load(self, adapter: Path, name: str) -> None:
+        """Load an adapter from a folder that the server can read."""
+        self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter.resolve())})
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        self.ask("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def complete(self, name: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        """A completion of each prompt, which is a list of token ids, by an adapter's name."""
+        asked = {"model": name, "prompt": [list(ids) for ids in prompts], "logprobs": 0, "return_token_ids": True}
+        choices: list[dict[str, Any]] = json.loads(self.ask("/v1/completions", asked | sampling))["choices"]
+        return sorted(choices, key=lambda choice: int(choice["index"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server of the program's own
+
+
+def command(model: str, config: ServerConfig, memory: float, port: int) -> list[str]:
+    """The command line of a server; `memory` is its share of the GPU's."""
+    rank = next((rank for rank in RANKS_OF_LORA if rank >= config.lora_rank), 0)
+    if not rank:
+        raise UsageError(f"--lora-rank {config.lora_rank} is more than vLLM's {RANKS_OF_LORA[-1]}")
+    options = {"model": model, "served-model-name": "base", "host": "127.0.0.1", "port": port, "dtype": "bfloat16",
+               "max-model-len": config.max_seq_length, "max-lora-rank": rank, "max-loras": 1,
+               "gpu-memory-utilization": f"{memory:.2f}", "generation-config": "vllm",
+               "logprobs-mode": "processed_logprobs"}  # fmt: skip
+    if tiny.layout_of(Path(model)):  # vLLM knows gpt-oss only with YaRN; with factor 1 it changes no angle
+        rope = {"rope_type": "yarn", "rope_theta": tiny.ROPE_THETA, "factor": 1.0, "truncate": False, "beta_fast": 32.0,
+                "beta_slow": 1.0, "original_max_position_embeddings": tiny.POSITIONS}  # fmt: skip
+        options["hf-overrides"] = json.dumps({"rope_parameters": rope})
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *words]
+
+
+def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
+    """Start a server that ends with this process.  Returns its URL once it answers.  Raises UsageError."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    memory = memory_needed(model, config).get(SERVER, 24e9) / machine.memory
+    environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    parent = os.getpid()
+
+    def end_with_the_trainer() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with (run / LOG).open("w") as log:
+        process = subprocess.Popen(command(model, config, memory, port), env=environment, stdout=log, stderr=log,
+                                   start_new_session=True, preexec_fn=end_with_the_trainer)  # fmt: skip
+    atexit.register(process.terminate)
+    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    while time.monotonic() - began < START_SECONDS and process.poll() is None:
+        with contextlib.suppress(UsageError):
+            Server(url).ask("/health", seconds=5)
+            return url
+        time.sleep(1)
+    process.terminate()
+    raise UsageError(f"vLLM did not start: see {run / LOG}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In training
+
+
+class Sampler:
+    """What TRL's and Unsloth's trainers ask of their `vllm_generation`."""
+
+    def __init__(self, trainer: Any, server: Server, base: str, run: Path) -> None:
+        self._trainer, self._server, self._base, self._run = trainer, server, base, run
+        self._name = ""  # of the newest adapter
+
+    def sync_weights(self) -> None:
+        """Give the server the adapter as it is now."""
+        weights = whole_weights(self._trainer)
+        name = f"{self._run.name}-{self._trainer.state.global_step}"
+        by_first_rank(partial(self._send, weights, name))
+        self._name = name
+
+    def _send(self, weights: dict[str, Any] | None, name: str) -> None:
+        folder = self._run / ".sampler"
+        shutil.rmtree(folder, ignore_errors=True)
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        model.save_pretrained(folder / "trained", state_dict=weights, save_embedding_layers=False)
+        (folder / "released").mkdir()
+        write_adapter(folder / "trained", self._base, folder / "released")
+        self._server.load(folder / "released", name)
+        if self._name:
+            self._server.unload(self._name)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], images: Any, num_generations: int, profiler: Any
+    ) -> tuple[Any, list[list[int]], list[list[list[float]]], None]:
+        """A completion of each prompt (token ids) with the log-probability of each token."""
+        trainer = self._trainer
+        sampling = {"temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": trainer.top_k or -1,
+                    "max_tokens": trainer.max_completion_length,
+                    "stop_token_ids": list(trainer.eos_token_ids)}  # fmt: skip
+        with profiler:
+            done = self._server.complete(self._name, prompts, sampling)
+        ids = [list(choice["token_ids"]) for choice in done]
+        return prompts, ids, [[[value] for value in choice["logprobs"]["token_logprobs"]] for choice in done], None
+
+
+def sample_with_vllm(trainer: Any, config: ServerConfig, run: Path) -> None:
+    """Let a trainer sample its completions from a vLLM server: the one named, or one that is started here."""
+    base = full_precision(trainer.model.peft_config["default"].base_model_name_or_path)
+    url = config.vllm_server or by_first_rank(lambda: start(base, config, find_machine(), run))
+    trainer.vllm_generation = Sampler(trainer, Server(url, str(run / LOG)), base, run)
+    # What the trainers set themselves when they start with a server of TRL's own kind.
+    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
