@@ -18,6 +18,7 @@ from tests import conftest
 from tests.helpers import HELD_OUT, ROOT, run_python
 from tests.preloaded import call, run
 from toolkit import machine, tiny
+from toolkit.runs import read_curves
 
 
 def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -61,6 +62,13 @@ def test_a_model_is_trained_that_is_spread_over_processes(spread: Run) -> None:
     assert len(calls) == 2
     assert min(calls) >= 4  # a layer each, the embeddings, the head, and the rest
     assert [line.split()[1] for line in spread.stderr.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
+
+
+@pytest.mark.long
+def test_the_model_that_is_spread_is_the_one_that_samples(spread: Run) -> None:
+    gaps = read_curves(spread.folder)["sampler/gap"]
+    assert len(gaps) == 2
+    assert max(gaps.values()) < 1e-4
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import pytest
 from tests.helpers import HELD_OUT, ROOT, alive, cmdline, descendants, run_python, wait_until
 from tests.preloaded import call
 from toolkit import ranks
+from toolkit.runs import read_curves
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -78,6 +79,14 @@ def test_they_sample_different_programs(together: Run) -> None:
 
 
 @pytest.mark.long
+def test_both_sample_from_the_model_that_they_train(together: Run) -> None:
+    """Of both ranks the larger gap counts."""
+    gaps = read_curves(together.folder)["sampler/gap"]
+    assert len(gaps) == STEPS
+    assert max(gaps.values()) < 1e-4
+
+
+@pytest.mark.long
 def test_there_is_one_checkpoint_a_step_and_one_adapter(together: Run) -> None:
     """The program itself has checked that both ranks end with the same adapter."""
     names = {path.name for path in together.folder.iterdir()}
@@ -131,6 +140,7 @@ AGREE = """
 import json, sys
 from types import SimpleNamespace
 from toolkit import ranks
+from toolkit.runs import read_curves
 
 def prepare(offline):
     assert offline and "torch" not in sys.modules
