@@ -1826,6 +1826,7 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         optim="adamw_torch_fused", epsilon_high=config.epsilon,  # in 8 bits each small tensor has its own kernels
+        vllm_importance_sampling_correction=config.sampler == "vllm",  # Unsloth's default is off
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
         **({"gradient_checkpointing": gpu} if plain else {}),  # Unsloth's loader has set it
         # In how many forward passes Unsloth takes a batch.  Unnamed, that follows from the memory free at the moment.

@@ -48,7 +48,7 @@ make_venv() {
     rm -rf "$prefix"
     [[ $device == cpu ]] || need=10
     free=$(df -Pk "$project" | awk 'NR == 2 { print $4 }')
-    [[ ${free:-0} -gt $((need * 1000000)) ]] || die "the disk is nearly full: $project/.venv needs $need GB"
+    [[ ${free:-0} -gt $((need * 1000000)) ]] || die "the disk is nearly full: $prefix needs $need GB"
     if [[ -n $uv ]]; then  # uv can download a missing Python, but takes pip from its own index
         output=$(uv venv --quiet --no-project --seed --python "${base:->=3.11,<3.15}" "$prefix" 2>&1) && return
         rm -rf "$prefix"
@@ -133,6 +133,7 @@ install_vllm() {  # its versions of numpy and others differ, so it gets an envir
     pins=$(groups "vllm-$device")
     local python=$prefix/bin/python log=$prefix/gpt-2048-rl.log stamp=$prefix/gpt-2048-rl.stamp
     if stamped "$prefix $pins"; then return; fi
+    if command -v flock >/dev/null; then exec 9<"$lock"; flock 9; fi
     make_venv
     say "installing vLLM"
     read -ra words <<<"$pins"

@@ -140,7 +140,6 @@ AGREE = """
 import json, sys
 from types import SimpleNamespace
 from toolkit import ranks
-from toolkit.runs import read_curves
 
 def prepare(offline):
     assert offline and "torch" not in sys.modules

@@ -1,7 +1,7 @@
 """Sampling from a vLLM server: its command line, what it is sent, and a training run with a real server on a CPU.
 
-vLLM has no LoRA kernels for CPUs.  There a server takes an adapter and cannot sample with it.  So the run's server gets
-the merged weights instead, of attention alone, because it would keep its packed experts; all else is as on a GPU.
+vLLM has no LoRA for experts on a CPU.  There a server takes an adapter and cannot sample with it.  So the run's server
+gets the merged weights, of attention alone, because it would keep its packed experts; all else is as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.preloaded import call
-from toolkit import VLLM_PYTHON, UsageError, machine, server, tiny
+from toolkit import VLLM, UsageError, machine, server, tiny
 
 H200 = machine.Machine(gpu="NVIDIA H200", capability=(9, 0), memory=150_000_000_000)
 
@@ -86,6 +86,11 @@ def test_a_server_that_fails_is_named_with_its_reason() -> None:
         pytest.raises(UsageError, match=rf"the vLLM server {url} failed at /v1/load_lora_adapter .*no room"),
     ):
         server.Server(url, "run/vllm.log").load(Path("adapter"), "run-1")
+    with (
+        FakeServer({"choices": [{"index": 0, "text": "no ids"}]}).running() as url,
+        pytest.raises(UsageError, match="no completions with token ids and log-probabilities"),
+    ):
+        server.Server(url).complete("run-1", [[1]], {})
     with pytest.raises(UsageError, match=r"refused.*see run/vllm\.log, then start again"):
         server.Server(url, "run/vllm.log").complete("run-1", [[1]], {})
 
@@ -122,14 +127,18 @@ def test_the_trainer_holds_the_weights_that_the_server_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--sampler", "vllm"], "run ./setup.sh --with vllm"),
-     (["--vllm-server", "http://localhost:1"], "--vllm-server needs --sampler vllm")],
+    ("gpu", "arguments", "said"),
+    [(True, ["--sampler", "vllm"], "run ./setup.sh --with vllm"),
+     (False, ["--sampler", "vllm"], "--sampler vllm needs a GPU, or --vllm-server"),
+     (False, ["--vllm-server", "http://localhost:1"], "--vllm-server needs --sampler vllm"),
+     (False, ["--sampler", "vllm", "--vllm-server", "http://localhost:1"], "failed at /health"),
+     (False, ["--sampler", "vllm", "--vllm-server", "localhost"], "unknown url type")],
 )  # fmt: skip
-def test_what_vllm_needs_is_said(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_vllm_needs_is_said_before_anything_is_loaded(
+    gpu: bool, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("toolkit.cli.VLLM_PYTHON", Path("/nowhere"))
+    monkeypatch.setattr("toolkit.cli.VLLM", Path("/nowhere"))
+    monkeypatch.setattr(machine, "gpu_is_there", lambda: gpu)
     assert program.main(["--model", "tiny", *arguments]) == 2
     assert said in capsys.readouterr().err
 
@@ -137,7 +146,7 @@ def test_what_vllm_needs_is_said(
 # ---------------------------------------------------------------------------------------------------------------------
 # A real server
 
-needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs ./setup.sh --with vllm")
+needs_vllm = pytest.mark.skipif(not (VLLM / "gpt-2048-rl.stamp").exists(), reason="needs ./setup.sh --with vllm")
 ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
 STEPS = 3
 
@@ -165,7 +174,7 @@ class MergingServer(server.Server):
     def unload(self, name: str) -> None:
         pass
 
-    def complete(self, name: str, *rest: Any) -> list[dict[str, Any]]:
+    def complete(self, name: str, *rest: Any) -> list[tuple[list[int], list[float]]]:
         return super().complete("base", *rest)
 
 
@@ -179,6 +188,7 @@ def train_with_a_server(folder: str) -> None:
         return [*words[:rank], *words[rank + 2 :], "--enforce-eager"]
 
     os.environ.update(ON_A_CPU)
+    machine.gpu_is_there = lambda: True
     server.command, server.Server = without_lora, MergingServer  # type: ignore[assignment, misc]
     options = {"model": "tiny", "sampler": "vllm", "adapt": "attention", "steps": STEPS, "generations": 8,
                "batch-size": 8, "games": 2, "held-out": "3:64", "ladder": "3:64", "best-of": 0, "race-seconds": 1,
@@ -228,5 +238,7 @@ def test_a_real_server_takes_the_adapter_of_each_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     call(load_an_adapter, run)
-    assert json.loads((run / "names.json").read_text()) == ["base", "run-1"]
+    base, adapter = json.loads((run / "names.json").read_text())
+    assert base == "base"
+    assert re.fullmatch("run-1-[0-9a-f]{8}", adapter)
     shutil.rmtree(run)

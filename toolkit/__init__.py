@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-VLLM_PYTHON = Path(__file__).resolve().parent.parent / ".venv-vllm" / "bin" / "python"  # ./setup.sh --with vllm
+VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm"  # vLLM's environment: ./setup.sh --with vllm
 
 
 class UsageError(Exception):

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolkit import VLLM_PYTHON, UsageError, bars
+from toolkit import VLLM, UsageError, bars
 from toolkit.ranks import RANK, RANKS, SHARDED
 
 if TYPE_CHECKING:
@@ -80,12 +80,28 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
 # The options that may differ when a run is resumed.
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json"}
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", "vllm_server"}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
     """A command line's command, by default train, and its options."""
     return (argv[0], list(argv[1:])) if argv and argv[0] in commands else ("train", list(argv))
+
+
+def check_sampler(config: Any) -> None:
+    """Raise UsageError if vLLM cannot sample for a run.  A server that is named has to answer."""
+    from toolkit import machine, server
+
+    if config.sampler != "vllm":
+        raise UsageError("--vllm-server needs --sampler vllm")
+    if config.vllm_server:
+        server.Server(config.vllm_server).ask("/health", seconds=10)
+    elif RANKS > 1:
+        raise UsageError("with several ranks, --sampler vllm needs --vllm-server: see docs/cluster.md")
+    elif not machine.gpu_is_there():
+        raise UsageError("--sampler vllm needs a GPU, or --vllm-server: vLLM has no LoRA for experts on a CPU")
+    elif not (VLLM / "gpt-2048-rl.stamp").exists():
+        raise UsageError("--sampler vllm needs vLLM, in an environment of its own: run ./setup.sh --with vllm")
 
 
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
@@ -110,10 +126,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
     if config.loader == "unsloth" and SHARDED:
         raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
-    if config.vllm_server and config.sampler != "vllm":
-        raise UsageError("--vllm-server needs --sampler vllm")
-    if config.sampler == "vllm" and not (config.vllm_server or VLLM_PYTHON.exists()):
-        raise UsageError("--sampler vllm needs vLLM, in an environment of its own: run ./setup.sh --with vllm")
+    if config.vllm_server or config.sampler == "vllm":
+        check_sampler(config)
     return config
 
 
@@ -151,7 +165,8 @@ def while_it_is_read() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # a daemon may have none
+                sys.stdout.flush()
     except BrokenPipeError:
         end_unread()
 
@@ -185,7 +200,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 130 for Ctrl-C, 143 for SIGTERM.
+    collapsed; 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
     """
     real_stdout = sys.stdout
     try:

@@ -12,6 +12,7 @@ A run writes these files to OUTPUT_DIR/RUN_NAME:
     result-STEPS.json   the result before more steps
     best_strategy.py, best_game.json, report.html
     best_of_n.py, best_of_n.json    the best programs of the untrained model
+    vllm.log            with --sampler vllm, what the server said
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import http.client
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import VLLM_PYTHON, UsageError, tiny
+from toolkit import VLLM, UsageError, tiny
 from toolkit.export import full_precision, write_adapter
 from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
 from toolkit.ranks import by_first_rank, whole_weights
@@ -32,6 +34,7 @@ from toolkit.ranks import by_first_rank, whole_weights
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step
 LOG = "vllm.log"  # in the run's folder
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows no server of this machine
 
 
 class ServerConfig(ModelConfig, Protocol):
@@ -53,15 +56,19 @@ class Server:
     def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
         """The answer to a GET, or with a body to a POST."""
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(asked, timeout=seconds) as answer:
-                return bytes(answer.read())
-        except urllib.error.HTTPError as error:
-            reason = error.read().decode(errors="replace")[:300]
-        except (OSError, ValueError) as error:
+            asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+            try:
+                with DIRECT.open(asked, timeout=seconds) as answer:
+                    return bytes(answer.read())
+            except urllib.error.HTTPError as error:
+                reason = error.read().decode(errors="replace")[:300]
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = str(error)
-        raise UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")
+        raise self._failed(path, reason)
+
+    def _failed(self, path: str, reason: str) -> UsageError:
+        return UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")
 
     def load(self, adapter: Path, name: str) -> None:
         """Load an adapter from a folder that the server can read."""
@@ -71,11 +78,17 @@ class Server:
         """Forget an adapter."""
         self.ask("/v1/unload_lora_adapter", {"lora_name": name})
 
-    def complete(self, name: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
-        """A completion of each prompt, which is a list of token ids, by an adapter's name."""
+    def complete(
+        self, name: str, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
+    ) -> list[tuple[list[int], list[float]]]:
+        """A completion of each prompt, by an adapter's name: token ids, and the log-probability of each."""
         asked = {"model": name, "prompt": [list(ids) for ids in prompts], "logprobs": 0, "return_token_ids": True}
-        choices: list[dict[str, Any]] = json.loads(self.ask("/v1/completions", asked | sampling))["choices"]
-        return sorted(choices, key=lambda choice: int(choice["index"]))
+        answer = self.ask("/v1/completions", asked | sampling)
+        try:
+            choices = sorted(json.loads(answer)["choices"], key=lambda choice: int(choice["index"]))
+            return [(list(done["token_ids"]), list(done["logprobs"]["token_logprobs"])) for done in choices]
+        except (ValueError, LookupError, TypeError):
+            raise self._failed("/v1/completions", "no completions with token ids and log-probabilities") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,7 +109,7 @@ def command(model: str, config: ServerConfig, memory: float, port: int) -> list[
                 "beta_slow": 1.0, "original_max_position_embeddings": tiny.POSITIONS}  # fmt: skip
         options["hf-overrides"] = json.dumps({"rope_parameters": rope})
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *words]
+    return [str(VLLM / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *words]
 
 
 def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
@@ -113,7 +126,7 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
         if os.getppid() != parent:
             os._exit(1)
 
-    with (run / LOG).open("w") as log:
+    with (run / LOG).open("a") as log:
         process = subprocess.Popen(command(model, config, memory, port), env=environment, stdout=log, stderr=log,
                                    start_new_session=True, preexec_fn=end_with_the_trainer)  # fmt: skip
     atexit.register(process.terminate)
@@ -141,7 +154,7 @@ class Sampler:
     def sync_weights(self) -> None:
         """Give the server the adapter as it is now."""
         weights = whole_weights(self._trainer)
-        name = f"{self._run.name}-{self._trainer.state.global_step}"
+        name = f"{self._run.name}-{self._trainer.state.global_step}-{secrets.token_hex(4)}"  # a resumed run has others
         by_first_rank(partial(self._send, weights, name))
         self._name = name
 
@@ -166,14 +179,16 @@ class Sampler:
                     "stop_token_ids": list(trainer.eos_token_ids)}  # fmt: skip
         with profiler:
             done = self._server.complete(self._name, prompts, sampling)
-        ids = [list(choice["token_ids"]) for choice in done]
-        return prompts, ids, [[[value] for value in choice["logprobs"]["token_logprobs"]] for choice in done], None
+        return prompts, [ids for ids, _ in done], [[[value] for value in logprobs] for _, logprobs in done], None
 
 
 def sample_with_vllm(trainer: Any, config: ServerConfig, run: Path) -> None:
     """Let a trainer sample its completions from a vLLM server: the one named, or one that is started here."""
     base = full_precision(trainer.model.peft_config["default"].base_model_name_or_path)
-    url = config.vllm_server or by_first_rank(lambda: start(base, config, find_machine(), run))
-    trainer.vllm_generation = Sampler(trainer, Server(url, str(run / LOG)), base, run)
+    if config.vllm_server:
+        server = Server(config.vllm_server)
+    else:
+        server = Server(start(base, config, find_machine(), run), str(run / LOG))
+    trainer.vllm_generation = Sampler(trainer, server, base, run)
     # What the trainers set themselves when they start with a server of TRL's own kind.
     trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
