@@ -110,6 +110,8 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["play", "/dev/null", "--seeds", "1", "1"], "--seeds needs at least one value, and none of them twice"),
         (["--ladder", "6:2048", "2:64"], "--ladder: target on 2x2 must be a tile from 8 to 32"),
         (["--model", "tiny", "--run-name", " "], "--run-name"),
+        (["--model", "tiny", "--run-name", "a\nb"], r"--run-name must be the name of one folder, not 'a\nb'"),
+        (["--model", "tiny", "--run-name", ".hidden"], "--run-name"),
         (["--model", "tiny", "--max-new-tokens", "5000"], "1024 positions: lower --max-new-tokens"),
     ],
 )
