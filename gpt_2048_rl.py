@@ -1519,8 +1519,8 @@ def check_config(config: Any) -> None:
     for name in ("seeds", "ladder", "held_out"):
         if not (values := getattr(config, name, (0,))) or len({*values}) < len(values):
             raise UsageError(f"--{name.replace('_', '-')} needs at least one value, and none of them twice")
-    if (run := getattr(config, "run_name", "")) != Path(run).name.strip() or run[:1] == "." or not run.isprintable():
-        raise UsageError(f"--run-name must be the name of one folder, not {run!r}")
+    if not re.fullmatch(r"|(?!latest$)[^\s./][^/\x00-\x1f]{0,60}(?<!\s)", run := getattr(config, "run_name", "")):
+        raise UsageError(f"--run-name must be the name of one folder, not {run[:60]!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
         raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
                          f"({config.generations})")  # fmt: skip

@@ -85,7 +85,7 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["--max-at", "65", "--objective", "max_at_k", "--model", "tiny"], "--max-at 65 must not be larger than"),
         (["--model", ""], "the model's name is empty"),
         (["eval", ""], "the model's name is empty"),
-        (["play", ""], "best_strategy.py cannot be read"),
+        (["play", ""], "is no run with a best_strategy.py: name a run's folder or a .py file"),
         (["compare", "a", "b", "--output", "a/config.json"], "--output is a page"),
         (["export", "/", "--push-to-hub", "nonsense"], "--push-to-hub must be OWNER/NAME, not 'nonsense'"),
         (["--output-dir", "/proc/none"], "error: /proc/none cannot be written"),
@@ -112,6 +112,8 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["--model", "tiny", "--run-name", " "], "--run-name"),
         (["--model", "tiny", "--run-name", "a\nb"], r"--run-name must be the name of one folder, not 'a\nb'"),
         (["--model", "tiny", "--run-name", ".hidden"], "--run-name"),
+        (["--model", "tiny", "--run-name", "x" * 300], "--run-name must be the name of one folder, not 'xxx"),
+        (["--model", "tiny", "--run-name", "latest"], "--run-name"),
         (["--model", "tiny", "--max-new-tokens", "5000"], "1024 positions: lower --max-new-tokens"),
     ],
 )

@@ -140,6 +140,8 @@ def with_own_game(config: Any, argv: list[str], prog: str, check: Callable[[Any]
         fields.remove("max_new_tokens")  # the effort that is asked for has its own
     plays = "file" in fields
     if plays and config.file.is_dir():  # a run's folder stands for its best program
+        if not (config.file / runs.BEST_PROGRAM).is_file():
+            raise UsageError(f"{config.file} is no run with a {runs.BEST_PROGRAM}: name a run's folder or a .py file")
         config.file /= runs.BEST_PROGRAM
     path = config.file if plays else Path(machine.resolve_model(config.model))
     options = runs.options_of(path, fields)

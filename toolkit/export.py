@@ -351,8 +351,8 @@ def find_adapter(source: Path) -> Path:
         if (folder / "adapter_model.safetensors").is_file():
             return folder
     kept = checkpoints(source)
-    raise UsageError(f"{source} holds no adapter: " + (f"let the run end, or export {kept[0]}" if kept else
-                     "name a run's folder, a checkpoint or an adapter's folder"))  # fmt: skip
+    instead = f"export {kept[0]}" if kept else "name a run's folder, a checkpoint or an adapter's folder"
+    raise UsageError(f"{source} holds no adapter: {instead}")
 
 
 def find_run(source: Path) -> Path:

@@ -382,7 +382,7 @@ def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
     Raises UsageError if `resume` is set and there is no such run.
     """
     run = output_dir / (name or "latest")
-    if (name or resume) and (run / "config.json").is_file():
+    if (name or resume) and os.access(run / "config.json", os.F_OK):  # False also for a name that no file can have
         return run.resolve()
     if resume:
         raise UsageError(f"there is no run {run} to resume: leave --resume out")
