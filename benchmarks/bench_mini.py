@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures `mini/`: generation, whole steps, memory, and the effect of KL types and baselines.
+"""Measures `mini/`: what chess learns beside its controls, generation, whole steps, memory.
 
     python benchmarks/bench_mini.py                         speed, about two minutes
-    python benchmarks/bench_mini.py --parts curves          learning curves: 18 runs of the default job
+    python benchmarks/bench_mini.py --parts curves          the default job with three seeds, one after the other
+    python benchmarks/bench_mini.py --parts variants        one option changed at a time, from one warm start
     python benchmarks/bench_mini.py --parts large           a step of GPT-2's 124 M shape, 8 prompts x 8 completions
 
 speed: tokens per second against transformers' generate with the same weights, prompts and options; seconds per step
 (one update) against the same step with completions generated one at a time; several times in turns.
-curves: one option changed at a time, over several seeds, each from its seed's warm start; writes docs/mini_learning.svg
-and prints a table in Markdown.
+curves: writes docs/mini_learning.svg, with all controls as dashed lines, and prints a table in Markdown.
 
 Prints tables and one JSON line.  Exits with code 1 if a target is missed: generation at least as fast as transformers',
 a step at least 5 times as fast as with one completion at a time, the large step within 24 GiB.
@@ -20,12 +20,13 @@ import json
 import os
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,21 +41,22 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn.functional import pad  # noqa: E402
 
-from mini.chess_task import EMBEDDED, ChessTask  # noqa: E402
+from mini.chess_lines import ChessTask, embedded_model, warm_start  # noqa: E402
 from mini.config import EMBEDDED_LR, ChessConfig, EvalConfig  # noqa: E402
-from mini.generate import Completions, Sampling, generate, left_pad  # noqa: E402
-from mini.model import GPT, GptConfig  # noqa: E402
+from mini.grpo import make_learner, train  # noqa: E402
+from mini.model import GPT, Completions, GptConfig, Sampling, generate, left_pad  # noqa: E402
+from mini.runs import save_model  # noqa: E402
 from mini.tokens import ChessTokens  # noqa: E402
-from mini.train import make_learner, train  # noqa: E402
-from mini.weights import save_model  # noqa: E402
 
-VARIANTS: dict[str, tuple[tuple[str, ...], str]] = {  # options that differ from the defaults, and a colour
-    "group_mean, forward": ((), "#0a7d5a"),
-    "reverse": (("--kl-type", "reverse"), "#c2571a"),
-    "symmetric": (("--kl-type", "symmetric"), "#7a4fb5"),
-    "ema": (("--baseline-type", "ema"), "#1f6fb2"),
-    "adaptive": (("--baseline-type", "adaptive"), "#b0304f"),
-    "rloo": (("--baseline-type", "rloo"), "#8a7a12"),
+VARIANTS: dict[str, tuple[str, ...]] = {  # options that differ from the defaults
+    "default": (),
+    "--kl-type squared": ("--kl-type", "squared"),
+    "--kl-type forward": ("--kl-type", "forward"),
+    "--kl-type reverse": ("--kl-type", "reverse"),
+    "--kl-coef 0": ("--kl-coef", "0"),
+    "--baseline-type rloo": ("--baseline-type", "rloo"),
+    "--baseline-type adaptive": ("--baseline-type", "adaptive"),
+    "--baseline-type ema": ("--baseline-type", "ema"),
 }
 SPEED_UP, LARGE_GIB = 5.0, 24.0
 
@@ -63,13 +65,12 @@ SPEED_UP, LARGE_GIB = 5.0, 24.0
 class Args:
     """What to measure."""
 
-    parts: tuple[Literal["speed", "curves", "large"], ...] = ("speed",)
+    parts: tuple[Literal["speed", "curves", "variants", "large"], ...] = ("speed",)
     repetitions: int = 5  # per side, in turns
     prompts: int = 8
     completions: int = 8  # per prompt
     seeds: tuple[int, ...] = (1, 2, 3)
-    steps: int = 40  # per learning curve
-    jobs: int = 2  # parallel runs, one thread each
+    jobs: int = 2  # variants at a time, one thread each
     output_dir: Path = ROOT / "outputs" / "bench-mini"  # keeps the runs; a finished run is not repeated
     figure: Path = ROOT / "docs" / "mini_learning.svg"
 
@@ -111,7 +112,7 @@ def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, task.tokens, Path(folder))
         other = GPT2LMHeadModel.from_pretrained(folder).eval()
-    rng, sampling = random.Random(0), Sampling(0.8, task.tokens.top_k, 0.95, task.tokens.longest)
+    rng, sampling = random.Random(0), Sampling(0.8, 50, 0.95, task.tokens.longest)
     rates: dict[str, list[float]] = {"mini": [], "transformers": []}
     for _ in range(args.repetitions + 1):
         prompts = [task.prompt_ids(item) for item in task.draw(rng, args.prompts)]
@@ -126,30 +127,29 @@ def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any
 
 def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
     """Seconds of whole steps, batched and one completion at a time."""
-    import mini.train
+    import mini.grpo
 
-    sampling = Sampling(0.8, task.tokens.top_k, 0.95, task.tokens.longest)
+    sampling = Sampling(0.8, 50, 0.95, task.tokens.longest)
     ways: dict[str, Callable[..., Completions]] = {"batched": generate, "one at a time": one_at_a_time}
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(args.repetitions):
         for name, way in ways.items():
             config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions, updates=1)
-            learner = make_learner(model, model, config, 0.0)
+            learner = make_learner(model, model, 0.0, config.seed)
             model.requires_grad_(True)
-            mini.train.generate = way  # type: ignore[attr-defined]
+            mini.grpo.generate = way  # type: ignore[attr-defined]
+            mini.grpo.clock = lambda model: time.perf_counter  # both threads' time would count for one side only
             (figures,) = train(learner, task, config, sampling)
-            mini.train.generate = generate  # type: ignore[attr-defined]
+            mini.grpo.generate = generate  # type: ignore[attr-defined]
             seconds[name].append({part: value for part, value in figures.items() if part.startswith("seconds")})
     return seconds
 
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     """Both comparisons, with the embedded model after a short warm start so that answers have a realistic length."""
-    from mini.chess_task import warm_start
-
     config = EvalConfig(warm_steps=60, a_lines=4000)
     torch.manual_seed(0)
-    model, task = GPT(EMBEDDED), ChessTask(ChessTokens(), config)
+    model, task = embedded_model(), ChessTask(ChessTokens(), config)
     warm_start(model, task, config)
     rates, steps = measure_generation(args, task, model), measure_steps(args, task, model)
     shape = f"{args.prompts} prompts x {args.completions} completions, {torch.get_num_threads()} threads"
@@ -188,7 +188,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions)
     model, start = GPT(GptConfig()), GPT(GptConfig())
     start.load_state_dict(model.state_dict())
-    learner = make_learner(model, start, config, 1e-5)
+    learner = make_learner(model, start, 1e-5, config.seed)
     steps = [*train(learner, task, config, Sampling(0.8, 50, 0.95, 144))]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     shown = Table("step", "tokens", "generate", "score", "train", "seconds", title=f"124 M, peak memory {peak:.1f} GiB")
@@ -204,99 +204,108 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
 # Learning curves
 
 
-def run_variant(args: Args, name: str, seed: int) -> Path:
-    """Train if needed and return the run's folder.  All runs of a seed share the first one's warm start."""
-    folder = args.output_dir / f"{name.replace(', ', '-')}-{seed}"
-    if (folder / "result.json").is_file():
-        return folder
-    start = args.output_dir / f"{next(iter(VARIANTS)).replace(', ', '-')}-{seed}" / "start"
-    options: list[object] = [*VARIANTS[name][0], "--seed", seed, "--steps", args.steps, "--log-dir", folder]
-    if VARIANTS[name][0]:
-        options += ["--init", start, "--lr", EMBEDDED_LR, "--warm-steps", 0]
-    command = [sys.executable, "-m", "mini", "chess", "--json", "--no-control", *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for old in folder.glob("*"):  # left over from an interrupted run
-        if old.is_file():
-            old.unlink()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}, seed {seed}: {done.stderr[-2000:]}")
-    (folder / "result.json").write_text(done.stdout.splitlines()[-1])
-    print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)
-    return folder
+def run_job(folder: Path, options: Sequence[object], threads: int) -> dict[str, Any]:
+    """Run the chess job in a folder, or read the result of a finished run there."""
+    result = folder / "result.json"
+    if not result.is_file():
+        shutil.rmtree(folder, ignore_errors=True)  # left over from an interrupted run
+        command = [sys.executable, "-m", "mini", "chess", "--json", "--log-dir", folder, *options]
+        done = subprocess.run([*map(str, command)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                              stdout=subprocess.PIPE, text=True, check=False)  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"{folder.name} ended with exit code {done.returncode}")
+        result.write_text(done.stdout.splitlines()[-1])
+    return dict(json.loads(result.read_text()))
 
 
-def read_curve(folder: Path) -> list[float]:
-    """Mean sampled reward per step."""
+def read_curve(folder: Path, name: str) -> list[float]:
+    """A figure of every step, each as the mean of nine steps around it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [event.value for event in events.Scalars("reward")]
+    values = [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(name)]
+    return [statistics.fmean(values[max(0, i - 4) : i + 5]) for i in range(len(values))]
 
 
-def figure(curves: dict[str, list[list[float]]]) -> str:
-    """An SVG: each variant's mean over seeds, smoothed over nine steps."""
-    width, height, left, top = 640, 300, 50, 30
-    every = [value for runs in curves.values() for run in runs for value in run]
-    low, high = min(every), max(every)
+def panel(kind: str, curves: list[list[float]], controls: dict[str, float], left: int) -> str:
+    """An SVG group: the curves of one task's reward, and controls as dashed lines."""
+    width, height, top, colours = 400, 300, 40, ("#0a7d5a", "#c2571a", "#1f6fb2", "#7a4fb5", "#b0304f", "#8a7a12")
+    low, high = min(-0.3, *(min(curve) for curve in curves)), 1.0
 
     def at(value: float) -> float:
         return top + (high - value) / (high - low) * height
 
-    def text(x: float, y: float, words: str, colour: str = "#666", anchor: str = "end") -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+    def text(x: float, y: float, words: str, anchor: str = "end") -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" fill="#666" text-anchor="{anchor}">{words}</text>'
 
-    def line(name: str) -> str:
-        means = [statistics.fmean(values) for values in zip(*curves[name], strict=True)]
-        smooth = [statistics.fmean(means[max(0, i - 4) : i + 5]) for i in range(len(means))]
-        points = " ".join(f"{left + i / max(1, len(smooth) - 1) * width:.1f},{at(y):.1f}" for i, y in enumerate(smooth))
-        return f'<polyline points="{points}" fill="none" stroke="{VARIANTS[name][1]}" stroke-width="2"/>'
-
-    marks = [low + (high - low) * i / 4 for i in range(5)]
-    parts = [f'<path d="M{left} {at(y):.0f}h{width}" stroke="#8885"/>' + text(left - 8, at(y) + 4, f"{y:.2f}")
-             for y in marks]  # fmt: skip
-    parts += [text(left, 18, "mean sampled reward of a step, both tasks; mean over seeds", anchor="start")]
-    parts += [text(left + width, top + height - 12 - 18 * i, name, VARIANTS[name][1]) for i, name in enumerate(curves)]
-    steps = len(next(iter(curves.values()))[0])
-    parts += [text(left + i / 4 * width, top + height + 20, f"step {round(i / 4 * steps)}", anchor="middle")
+    parts = [text(left, 22, f"{kind}: mean reward of a step's sampled answers", "start")]
+    for mark in (-0.3, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        parts += [f'<path d="M{left} {at(mark):.0f}h{width}" stroke="#8883"/>',
+                  text(left - 8, at(mark) + 4, f"{mark:.1f}")]  # fmt: skip
+    for name, value in controls.items():
+        parts += [f'<path d="M{left} {at(value):.1f}h{width}" stroke="#666" stroke-dasharray="5 4"/>',
+                  text(left + width - 4, at(value) - 4, name)]  # fmt: skip
+    for curve, colour in zip(curves, colours, strict=False):
+        points = " ".join(f"{left + i / max(1, len(curve) - 1) * width:.1f},{at(y):.1f}" for i, y in enumerate(curve))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    parts += [text(left + i / 4 * width, top + height + 22, f"{round(i / 4 * len(curves[0]))}", "middle")
               for i in range(5)]  # fmt: skip
-    parts += map(line, curves)
-    size = f'viewBox="0 0 {left + width + 30} {top + height + 30}"'
-    style = 'font-family="system-ui, sans-serif" font-size="13"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
+    return "\n".join(parts)
+
+
+def markdown(columns: dict[str, list[dict[str, Any]]]) -> str:
+    """Reports by name, one for each seed, as a table: median (lowest to highest)."""
+    shown = {"A": ("reward", "validity", "exact_fen"), "P": ("reward", "validity", "legal", "best_move")}
+    rows = [["", *(f"{kind} {name.replace('_', ' ')}" for kind, names in shown.items() for name in names)]]
+    for label, told in columns.items():
+        row = [label]
+        for kind, names in shown.items():
+            for name in names:
+                values = [report[kind][name] for report in told if kind in report]
+                spread = f" ({min(values):.2f} to {max(values):.2f})" if len({*values}) > 1 else ""
+                row.append(f"{statistics.median(values):.2f}{spread}" if values else "")
+        rows.append(row)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
 def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """All runs, then the figure and a table for the README."""
-    folders: dict[str, list[Path]] = {}
+    """The default job with each seed, then the figure and a table for the README."""
+    folders = [args.output_dir / f"default-{seed}" for seed in args.seeds]
+    told = [run_job(folder, ("--seed", seed), os.cpu_count() or 1)
+            for folder, seed in zip(folders, args.seeds, strict=True)]  # fmt: skip
+    columns = {name: [one["controls"][name] for one in told] for name in told[0]["controls"]}
+    columns |= {name: [one[name] for one in told] for name in ("before", "after", "supervised")}
+    console.print(markdown(columns), markup=False)
+    for name in ("seconds", "rl_seconds", "steps"):
+        console.print(name, ", ".join(f"{one[name]:.0f}" for one in told))
+    panels = []
+    for i, kind in enumerate(("A", "P")):
+        lines = {name: statistics.fmean(report[kind]["reward"] for report in reports)
+                 for name, reports in columns.items() if name not in ("before", "after") and kind in reports[0]}
+        panels.append(panel(kind, [read_curve(folder, f"reward/{kind}") for folder in folders], lines, 50 + 480 * i))
+    args.figure.write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 380" font-family="system-ui, '
+                           'sans-serif" font-size="13">\n' + "\n".join(panels) + "\n</svg>\n")  # fmt: skip
+    return {"runs": told}, True
+
+
+def variants(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
+    """Each variant from the warm start of the first seed's default job, which is made if it is missing."""
+    first = args.output_dir / f"default-{args.seeds[0]}"
+    run_job(first, ("--seed", args.seeds[0]), os.cpu_count() or 1)
+    start = ("--init", first / "start", "--lr", EMBEDDED_LR, "--warm-steps", 0, "--no-control", "--seed", args.seeds[0])
+
+    def run(name: str) -> dict[str, Any]:
+        return run_job(args.output_dir / name.strip("-").replace(" ", "-"), (*start, *VARIANTS[name]), 1)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        first, *others = VARIANTS
-        folders[first] = [*pool.map(lambda seed: run_variant(args, first, seed), args.seeds)]
-        jobs = {(name, seed): pool.submit(run_variant, args, name, seed) for name in others for seed in args.seeds}
-        folders |= {name: [jobs[name, seed].result() for seed in args.seeds] for name in others}
-    args.figure.write_text(figure({name: [read_curve(folder) for folder in runs] for name, runs in folders.items()}))
-    results = {name: [json.loads((folder / "result.json").read_text()) for folder in runs]
-               for name, runs in folders.items()}  # fmt: skip
-    console.print("| | P reward | A reward | validity | FEN similarity | exact FEN | best move |\n"
-                  "| --- | --- | --- | --- | --- | --- | --- |", markup=False)  # fmt: skip
-    paths = (("P", "reward"), ("A", "reward"), ("validity",), ("fen_similarity",), ("exact_fen",), ("best_move",))
-
-    def cell(reports: list[dict[str, Any]], path: tuple[str, ...]) -> str:
-        values = [report[path[0]][path[1]] if len(path) == 2 else report[path[0]] for report in reports]
-        return f"{statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-    rows = [("warm start", [told["before"] for told in results[next(iter(VARIANTS))]])]
-    rows += [(name, [told["after"] for told in told_by_seed]) for name, told_by_seed in results.items()]
-    for name, reports in rows:
-        console.print(f"| {name} | " + " | ".join(cell(reports, path) for path in paths) + " |", markup=False)
-    return results, True
+        told = dict(zip(VARIANTS, pool.map(run, VARIANTS), strict=True))
+    console.print(markdown({name: [one["after"]] for name, one in told.items()}), markup=False)
+    return told, True
 
 
 def main(args: Args) -> int:
     """Measure and print."""
     console = Console(width=160)
-    measures = {"speed": speed, "curves": curves, "large": large}
+    measures = {"speed": speed, "curves": curves, "variants": variants, "large": large}
     results, met = dict[str, Any](), True
     for part in args.parts:
         results[part], good = measures[part](args, console)

@@ -1,14 +1,25 @@
-"""The command line: `python -m mini COMMAND`."""
+"""GRPO with nothing hidden: a GPT-2 and its reinforcement learning in plain PyTorch, for chess and for texts.
+
+    python -m mini chess        builds data, warm-starts a small model, trains it with GRPO, evaluates before and after
+    python -m mini text         the same small GPT learns a text: supervised, with GRPO, with PPO, by denoising
+    python -m mini data         writes chess data: A lines from self-play, P lines from stockfish if it is installed
+    python -m mini eval         evaluates a model on the held-out prompts
+    python -m mini sample       prints completions of one prompt
+    python -m mini COMMAND --help
+
+Read grpo.py first: the formulas and the loop.  Then model.py, chess_lines.py and text.py.  README.md has the maths;
+each formula links to its line.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import mini
-from mini.config import ALIASES, ChessConfig, Config, DataConfig, EvalConfig, SampleConfig, TextConfig, check_config
+from mini import config as options
+from mini.config import ChessConfig, Config, DataConfig, EvalConfig, SampleConfig, TextConfig
 from toolkit import UsageError, cli
 
 KINDS: dict[str, Any] = {"chess": ChessConfig, "text": TextConfig, "data": DataConfig, "eval": EvalConfig,
@@ -18,14 +29,19 @@ KINDS: dict[str, Any] = {"chess": ChessConfig, "text": TextConfig, "data": DataC
 def parse_arguments(argv: list[str]) -> Config:
     """The command's config.  Raises UsageError; SystemExit(0) after --help."""
     if argv[:1] in ([], ["-h"], ["--help"]):
-        print(mini.__doc__)
+        print(__doc__)
         raise SystemExit(0)
     command = argv.pop(0)
     if command not in KINDS:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
-    argv = spelled_out(argv) if command == "text" else argv
-    config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}")
-    check_config(config)
+    default = None
+    if command == "text":
+        argv = spelled_out(argv)
+        given = cli.chosen(argv, {"algo": "supervised", "recipe": "stable", "tokens": "char"}, "resume")
+        if given["algo"] in options.ALGORITHMS.get(given["recipe"], ()):
+            default = options.text_defaults(given["algo"], given["recipe"], given["tokens"])
+    config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
+    options.check_config(config)
     return config
 
 
@@ -34,32 +50,26 @@ def spelled_out(argv: list[str]) -> list[str]:
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        name, *implied = ALIASES.get(flag.replace("_", "-"), [flag])
+        name, *implied = options.ALIASES.get(flag.replace("_", "-"), [flag])
         words += [name + equals + value, *implied]
     return words
 
 
 def run(config: Config) -> dict[str, Any]:
     """Run a command.  Returns what --json prints, and nothing for a command without --json."""
-    if isinstance(config, DataConfig):
-        from mini.chess_data import write_data
+    from mini import chess_lines, stockfish, text
+    from mini.model import Diverged
 
-        write_data(config)
-        return {}
-    if isinstance(config, TextConfig):
-        from mini.text_task import text_command
-
-        return text_command(config)
-    from mini import chess_task
-
-    match config:
-        case ChessConfig():
-            return chess_task.chess_command(config)
-        case EvalConfig():
-            return chess_task.eval_command(config)
-        case SampleConfig():
-            chess_task.sample_command(config)
-            return {}
+    if isinstance(config, SampleConfig) and text.is_run(config.init):
+        return text.sample_command(config)
+    commands: dict[type[Config], Callable[[Any], dict[str, Any]]] = {
+        ChessConfig: chess_lines.chess_command, TextConfig: text.text_command, EvalConfig: chess_lines.eval_command,
+        SampleConfig: chess_lines.sample_command, DataConfig: stockfish.write_data,
+    }  # fmt: skip
+    try:
+        return commands[type(config)](config)
+    except Diverged as what:
+        raise UsageError(f"a {what} is not finite: lower --warm-lr, or take another --init") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

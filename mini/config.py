@@ -2,85 +2,109 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from toolkit import UsageError
 
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 42, 3e-4  # of the embedded model
+BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
+Shaping = Literal["capped", "graduated", "linear", "binary"]
+KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
+EMBEDDED_WARM_STEPS, EMBEDDED_LR = 550, 5e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
 
 
 @dataclass(kw_only=True)
-class Options:
-    """What chess, eval and sample share: a model, its sampling and its data."""
+class CommonOptions:
+    """What every command with a model has."""
 
-    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors); default: the embedded model
-    data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
-    data_lines: int = 200_000  # read at most this many lines of the corpus
-    a_lines: int = 10_000  # A lines from self-play if no corpus is given
-    warm_steps: int | None = None  # supervised steps before GRPO; default: 42, none with --init
-    warm_batch: int = 32  # documents per supervised step
-    warm_p_share: float = 0.75  # share of P documents: an A answer (a FEN) has four times the tokens of a P answer
-    warm_lr: float = 3e-3  # learning rate of the supervised steps
-    temperature: float = 0.8  # sampling temperature; 0: the likeliest token (eval and sample only)
-    top_k: int | None = None  # sample among the k likeliest; 0: all; default: 200 chess tokens or 50 byte pairs
-    top_p: float = 0.95  # of these, sample among the fewest with this total probability; 1: all
-    max_new_tokens: int | None = None  # per completion; default: 73 chess tokens or 144 byte pairs
-    held_out: int = 128  # held-out prompts per task
-    reward_shaping: Literal["graduated", "linear", "binary"] = "graduated"  # how a raw score becomes a reward
-    seed: int = 1  # for weights, training data and sampling; the held-out prompts have their own seed
+    seed: Annotated[int, (0, 2**62)] = 1  # of weights, training data and sampling; held-out prompts have their own
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
 
 
 @dataclass(kw_only=True)
-class ChessConfig(Options):
-    """Train a model on chess with GRPO; compare it with the start model and with supervised training of equal time."""
+class RunOptions:
+    """A run's folder, its end, and what is printed."""
 
-    steps: int = 40  # GRPO steps
-    batch_size: int = 8  # prompts per step, half of them of each task
-    k_samples: int = 8  # completions per prompt: a group
-    lr: float | None = None  # learning rate; default: 3e-4 for the embedded model, 1e-5 with --init
-    lr_warmup: int = 5  # steps of learning rate warm-up
-    updates: int = 2  # passes over a step's completions, each with one optimizer step
-    micro_batch: int = 16  # completions per forward and backward pass; a group stays together
-    clip_range: float = 0.2  # clipping of the probability ratio; has an effect from the second update on
-    kl_coef: float = 0.02  # weight of the KL divergence from the start model
-    kl_type: Literal["forward", "reverse", "symmetric"] = "forward"  # which divergence; forward: KL(policy || start)
-    adaptive_kl: bool = False  # adapt the weight so that the KL divergence approaches --kl-target
-    kl_target: float = 0.01  # KL divergence in nats per token, for --adaptive-kl
-    kl_horizon: float = 10_000.0  # completions after which the weight may have changed by a fifth
-    kl_warmup: int = 0  # steps or tokens over which the weight rises linearly from 0
-    kl_warmup_unit: Literal["steps", "tokens"] = "steps"
-    baseline_type: Literal["group_mean", "ema", "adaptive", "rloo"] = "group_mean"  # subtracted from the rewards
-    ema_alpha: float = 0.1  # how fast the ema baseline follows the rewards
-    scale_by_std: bool = True  # group_mean: divide by the group's standard deviation
-    use_gae: bool = False  # token-level advantages from a value head, instead of the baseline
-    gae_lambda: float = 0.95
-    value_loss_coef: float = 0.1  # weight of the value head's loss, for --use-gae
-    entropy_coef: float = 0.0  # bonus for the policy's entropy over all tokens, including those outside top-k
-    max_grad_norm: float = 1.0  # gradient clipping
-    control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
-    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
-    log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-chess-TIME
-    save_steps: int = 10  # steps between checkpoints
+    log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-COMMAND-TIME
     resume: bool = False  # continue from the checkpoint in --log-dir
+    save_steps: Annotated[int, (1, 1e7)] = 10  # steps between checkpoints; the first comes after the first step
+    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
+    control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
+    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 
 @dataclass(kw_only=True)
-class EvalConfig(Options):
+class ModelOptions(CommonOptions):
+    """A chess model, its data, its sampling and its judge."""
+
+    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: embedded model
+    data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
+    data_lines: Annotated[int, (1, 1e9)] = 200_000  # read at most this many lines of the corpus
+    a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
+    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 550, none with --init
+    warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
+    warm_p_share: Annotated[float, (0, 1)] = 0.7  # share of P documents
+    warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps
+    temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
+    top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
+    top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
+    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 73 chess tokens or 144 byte pairs
+    held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
+    grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
+    reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
+
+
+@dataclass(kw_only=True)
+class GrpoOptions:
+    """The algorithm."""
+
+    steps: Annotated[int, (0, 1e7)] = 150  # GRPO steps
+    batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step, half of them of each task
+    k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
+    lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the embedded model, 1e-5 with --init
+    lr_warmup: Annotated[int, (0, 1e7)] = 5  # steps of learning rate warm-up
+    updates: Annotated[int, (1, 100)] = 1  # passes over a step's completions, each with one optimizer step
+    micro_batch: Annotated[int, (1, 4096)] = 16  # completions per forward and backward pass; a group stays together
+    clip_range: Annotated[float, (1e-6, 1)] = 0.2  # of the probability ratio; has an effect from the second update on
+    kl_coef: Annotated[float, (0, 1e3)] = 0.02  # weight of the KL divergence from the start model
+    kl_type: KlType = "exact"  # exact: KL(policy || start) over the vocabulary; the others estimate from the samples
+    adaptive_kl: bool = False  # adapt the weight so that the KL divergence approaches --kl-target
+    kl_target: Annotated[float, (1e-9, 1e3)] = 0.01  # KL divergence in nats per token, for --adaptive-kl
+    kl_horizon: Annotated[float, (1, 1e12)] = 10_000.0  # completions after which the weight may have changed by a fifth
+    kl_warmup: Annotated[int, (0, 1e12)] = 0  # steps or tokens over which the weight rises linearly from 0
+    kl_warmup_unit: Literal["steps", "tokens"] = "steps"
+    baseline_type: BaselineType = "group_mean"  # subtracted from the rewards
+    ema_alpha: Annotated[float, (0, 1)] = 0.1  # how fast the ema baseline follows the rewards
+    scale_by_std: bool = True  # group_mean: divide by the group's standard deviation
+    use_gae: bool = False  # token-level advantages from a value head, instead of the baseline
+    gae_lambda: Annotated[float, (0, 1)] = 0.95
+    value_loss_coef: Annotated[float, (0, 1e3)] = 0.1  # weight of the value head's loss, for --use-gae
+    entropy_coef: Annotated[float, (0, 1e3)] = 0.0  # bonus for the entropy over all tokens, also those outside top-k
+    max_grad_norm: Annotated[float, (1e-9, 1e9)] = 1.0  # gradient clipping
+
+
+@dataclass(kw_only=True)
+class ChessConfig(GrpoOptions, ModelOptions, RunOptions):
+    """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig(ModelOptions):
     """Evaluate a model on the held-out prompts."""
 
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 
 @dataclass(kw_only=True)
-class SampleConfig(Options):
+class SampleConfig(ModelOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
-    prompt: str = "A: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1+e2e4+e2e4+"  # begins with P: or A:
-    k_samples: int = 4  # number of completions
+    prompt: str | None = None  # begins with P: or A:, or for a text run with anything; default: 1. e4, or a line break
+    k_samples: Annotated[int, (1, 4096)] = 4  # number of completions
 
 
 @dataclass(kw_only=True)
@@ -88,92 +112,101 @@ class DataConfig:
     """Write a.txt and p.txt.  The same seed gives the same files."""
 
     out: Path = Path("outputs/mini-data")  # folder to write to
-    a_lines: int = 10_000  # lines from self-play
-    p_lines: int = 1_000  # positions for stockfish to analyse; without stockfish, shipped lines to write
+    a_lines: Annotated[int, (1, 1e7)] = 10_000  # lines from self-play
+    p_lines: Annotated[int, (1, 1e7)] = 1_000  # positions to analyse; without stockfish, shipped lines to write
     stockfish: Path | None = None  # the program; default: the one on PATH or in /usr/games
-    depth: int = 8  # search depth in half moves
-    multipv: int = 5  # moves per position: 1 to 5
-    seed: int = 1  # of the games
+    depth: Annotated[int, (1, 50)] = 8  # search depth in half moves
+    multipv: Annotated[int, (1, 5)] = 5  # moves per position
+    seed: Annotated[int, (0, 2**62)] = 1  # of the games
 
 
 @dataclass(kw_only=True)
-class TextConfig:
-    """Train a small GPT on a text in one of four ways; report before and after, with baselines that need no reward."""
+class TextOptions(CommonOptions):
+    """The text, the model and the four algorithms."""
 
     algo: Literal["supervised", "grpo", "ppo", "denoise"] = "supervised"  # what the model learns from
+    recipe: Literal["stable", "published"] = "stable"  # defaults that learn in minutes, or the original scripts' own
     data: Path | None = None  # a UTF-8 text; default: the help topics of Python's standard library
     tokens: Literal["char", "gpt2"] = "char"  # characters, or GPT-2's byte pairs
     vocabulary: Path | None = None  # for gpt2: the folder with vocab.bpe and encoder.json
-    n_layer: int = 6
-    n_head: int = 6
-    n_embd: int = 384  # width
-    block: int = 256  # context length
+    n_layer: Annotated[int, (1, 100)] = 4
+    n_head: Annotated[int, (1, 100)] = 4
+    n_embd: Annotated[int, (1, 1e5)] = 128  # width
+    block: Annotated[int, (2, 1e5)] = 128  # context length
+    start: Literal["copying", "gpt2"] = "copying"  # start values: attention copies what is near, or GPT-2's own
     attention: Literal["mha", "mla"] = "mha"  # multi-head attention, or multi-head latent attention
-    latent: int = 64  # width of mla's latent: numbers cached per token and layer
-    horizon: int | None = None  # tokens per window and rollout; default: 70, 32 with ppo or byte pairs
-    batch_size: int = 32  # windows per step (alias: --batch)
-    iters: int = 200  # training steps
-    seconds: float | None = None  # end training after this much processor time
-    lr: float | None = None  # learning rate; default: 3e-4 for supervised and denoise, 1e-5 for grpo, 3e-5 for ppo
-    lr_decay: float = 0.0  # final share of the steps or seconds in which the rate falls to 0, in every training
-    warm_steps: int = 0  # supervised steps before training
-    warm_lr: float = 3e-4  # learning rate of the warm start and of the supervised baseline
+    latent: Annotated[int, (1, 1e5)] = 64  # width of mla's latent: numbers cached per token and layer
+    q_latent: Annotated[int, (0, 1e5)] = 0  # width of the latent of mla's queries; 0: the same
+    horizon: Annotated[int, (1, 1e5)] = 64  # tokens per window and rollout
+    batch_size: Annotated[int, (1, 4096)] = 12  # windows per step (alias: --batch)
+    iters: Annotated[int, (0, 1e9)] = 2000  # training steps
+    seconds: Annotated[float | None, (0, 1e9)] = None  # end training after this much processor time
+    lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
+    lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of each training in which the rate falls to 0
+    warm_steps: Annotated[int, (0, 1e7)] = 0  # supervised steps before training
+    warm_lr: Annotated[float, (1e-9, 1)] = 2e-3  # learning rate of the warm start and of the supervised baseline
     context: Literal["data", "model"] = "data"  # rollouts read the text's tokens, or their own
-    k_samples: int = 4  # rollouts per window: a group
+    k_samples: Annotated[int, (1, 4096)] = 4  # rollouts per window: a group
     reward_mode: Literal["plus1", "pm1"] = "plus1"  # a wrong token gets 0, or -1 (alias of pm1: --neg-reward)
-    partial_logprob: float = 0.0  # weight of the right token's log-probability in the reward
-    reference: Literal["bigram", "random"] = "bigram"  # reference of the KL (alias: --ref-type)
-    beta_kl: float = 1e-3  # weight of the KL divergence
-    kl_warmup_tokens: int = 200_000  # sampled tokens over which this weight rises from 0
-    clip_range: float = 0.2  # clipping of the probability ratio; has an effect with ppo
-    critic_lr: float = 1e-4  # ppo: learning rate of the value head
-    gamma: float = 1.0  # ppo: discount of later rewards; 0 is better with --context data, where no choice affects them
-    gae_lambda: float = 0.95  # ppo: lambda of the advantage estimation
-    epochs: int = 4  # ppo: passes over a step's rollouts
-    minibatches: int = 4  # ppo: optimizer steps per pass
-    value_loss_coef: float = 0.5  # ppo: weight of the value head's loss
-    mask_share: float = 0.15  # denoise: share of tokens that are masked
-    unmask_steps: int = 5  # denoise: steps of sampling
-    max_grad_norm: float = 1.0  # gradient clipping
-    held_out: int = 256  # windows from the last tenth of the text, for the reports
-    control: bool = True  # afterwards, train the start model supervised for the same time
-    track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
-    seed: int = 1
-    log_dir: Path | None = None  # folder of curves and checkpoints; default: outputs/mini-text-TIME
-    save_steps: int = 100  # steps between checkpoints
-    log_steps: int = 20  # steps between printed lines
-    resume: bool = False  # continue from the checkpoint in --log-dir
-    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+    partial_logprob: Annotated[float, (-1e3, 1e3)] = 0.0  # weight of the right token's log-probability in the reward
+    reference: Literal["bigram", "random"] = "bigram"  # reference of the KL (alias: --ref-type); random: the start
+    beta_kl: Annotated[float, (0, 1e3)] = 1e-3  # weight of the KL divergence
+    kl_warmup_tokens: Annotated[int, (0, 1e12)] = 200_000  # sampled tokens over which this weight rises from 0
+    clip_range: Annotated[float, (1e-6, 1)] = 0.2  # clipping of the probability ratio; has an effect with ppo
+    critic_lr: Annotated[float, (0, 1)] = 1e-4  # ppo: learning rate of the value head
+    gamma: Annotated[float, (0, 1)] = 1.0  # ppo: discount of later rewards, which --context data makes mere noise
+    gae_lambda: Annotated[float, (0, 1)] = 0.95  # ppo: lambda of the advantage estimation
+    epochs: Annotated[int, (1, 100)] = 4  # ppo: passes over a step's rollouts
+    minibatches: Annotated[int, (1, 4096)] = 4  # ppo: optimizer steps per pass
+    value_loss_coef: Annotated[float, (0, 1e3)] = 0.5  # ppo: weight of the value head's loss
+    mask_share: Annotated[float, (1e-6, 1)] = 0.15  # denoise: share of tokens that are masked
+    unmask_steps: Annotated[int, (1, 1e5)] = 5  # denoise: steps of sampling
+    max_grad_norm: Annotated[float, (1e-9, 1e9)] = 1.0  # gradient clipping
+    held_out: Annotated[int, (1, 1e6)] = 256  # windows from the last tenth of the text, for the reports
+    log_steps: Annotated[int, (1, 1e7)] = 100  # steps between printed lines
+
+
+@dataclass(kw_only=True)
+class TextConfig(TextOptions, RunOptions):
+    """Train a small GPT on a text in one of four ways; report before and after, with baselines that need no reward."""
+
+
+PUBLISHED: dict[str, Any] = {
+    "n_layer": 6, "n_head": 6, "n_embd": 384, "block": 256, "start": "gpt2", "horizon": 70, "batch_size": 32,
+    "iters": 200, "lr": 3e-4, "lr_decay": 0.0, "warm_lr": 3e-4,
+}  # fmt: skip
+AFTER_LIKELIHOOD: dict[str, Any] = {"warm_steps": 900, "reference": "random", "beta_kl": 0.1}
+ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
+    "published": {"supervised": PUBLISHED, "grpo": PUBLISHED | {"lr": 1e-5}, "denoise": PUBLISHED,
+                  "ppo": PUBLISHED | {"lr": 3e-5, "horizon": 32}},
+    "stable": {"supervised": {}, "grpo": AFTER_LIKELIHOOD | {"iters": 700, "lr": 1e-3}, "denoise": {"iters": 1500},
+               "ppo": AFTER_LIKELIHOOD | {"iters": 300, "lr": 5e-4, "gamma": 0.0, "critic_lr": 1e-3, "epochs": 2,
+                                          "minibatches": 2, "value_loss_coef": 0.1}},
+}  # fmt: skip
+
+
+def text_defaults(algo: str, recipe: str, tokens: str) -> TextConfig:
+    """The defaults of an algorithm in a recipe.  The published windows are shorter for byte pairs."""
+    shorter = {"horizon": 32} if (recipe, tokens) == ("published", "gpt2") else {}
+    return TextConfig(**{"algo": algo, "recipe": recipe, **ALGORITHMS[recipe][algo], **shorter})
 
 
 ALIASES = {"--batch": ["--batch-size"], "--ref-type": ["--reference"], "--neg-reward": ["--reward-mode", "pm1"]}  # text
 
 Config = ChessConfig | EvalConfig | SampleConfig | DataConfig | TextConfig
 
-RANGES: dict[str, tuple[float, float]] = {
-    "data_lines": (1, 1e9), "a_lines": (1, 1e7), "p_lines": (1, 1e7), "warm_steps": (0, 1e7), "warm_batch": (1, 4096),
-    "warm_p_share": (0, 1), "warm_lr": (1e-9, 1), "temperature": (0, 100), "top_k": (0, 1e6), "top_p": (1e-6, 1),
-    "max_new_tokens": (1, 1024), "held_out": (1, 1e6), "seed": (0, 2**62), "steps": (0, 1e7), "batch_size": (1, 4096),
-    "k_samples": (1, 4096), "lr": (0, 1), "lr_warmup": (0, 1e7), "updates": (1, 100), "micro_batch": (1, 4096),
-    "clip_range": (1e-6, 1), "kl_coef": (0, 1e3), "kl_target": (1e-9, 1e3), "kl_horizon": (1, 1e12),
-    "kl_warmup": (0, 1e12), "ema_alpha": (0, 1), "gae_lambda": (0, 1), "value_loss_coef": (0, 1e3),
-    "entropy_coef": (0, 1e3), "max_grad_norm": (1e-9, 1e9), "save_steps": (1, 1e7), "depth": (1, 50),
-    "multipv": (1, 5),
-    "n_layer": (1, 100), "n_head": (1, 100), "n_embd": (1, 1e5), "block": (2, 1e5), "latent": (1, 1e5),
-    "horizon": (1, 1e5), "iters": (0, 1e9), "seconds": (0, 1e9), "partial_logprob": (-1e3, 1e3), "beta_kl": (0, 1e3),
-    "kl_warmup_tokens": (0, 1e12), "critic_lr": (0, 1), "gamma": (0, 1), "epochs": (1, 100), "minibatches": (1, 4096),
-    "lr_decay": (0, 1), "mask_share": (1e-6, 1), "unmask_steps": (1, 1e5), "log_steps": (1, 1e7),
-}  # fmt: skip
+def flag(name: str) -> str:
+    """A field's option on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_config(config: Config) -> None:
     """Raise UsageError for the first option that is out of range or contradicts another."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        low, high = RANGES.get(field.name, (0, 0))
-        if field.name in RANGES and value is not None and not low <= value <= high:
-            flag = field.name.replace("_", "-")
-            raise UsageError(f"--{flag} must lie between {low:g} and {high:g}, not {value}")
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for low, high in getattr(hint, "__metadata__", ()):
+            if value is not None and not low <= value <= high:
+                raise UsageError(f"{flag(name)} must lie between {low:g} and {high:g}, not {value}")
     if isinstance(config, ChessConfig):
         if config.temperature == 0:
             raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
@@ -181,14 +214,21 @@ def check_config(config: Config) -> None:
             raise UsageError(f"--k-samples 1 leaves {config.baseline_type} nothing to compare: use ema, or --use-gae")
     if isinstance(config, TextConfig):
         check_text(config)
-    if isinstance(config, ChessConfig | TextConfig) and config.resume and config.log_dir is None:
-        raise UsageError("--resume needs the --log-dir of the run that is to go on")
+    if isinstance(config, ChessConfig | TextConfig):
+        if config.track == "wandb" and not importlib.util.find_spec("wandb"):
+            raise UsageError("--track wandb: wandb is not installed (./setup.sh --with cloud)")
+        if config.resume and config.log_dir is None:
+            raise UsageError("--resume needs the --log-dir of the run that is to go on")
 
 
 def check_text(config: TextConfig) -> None:
     """Raise UsageError for the first option of text that contradicts another."""
+    if config.horizon >= config.block:
+        raise UsageError(f"--block {config.block} has no room for windows of {config.horizon} tokens: lower --horizon")
     if config.n_embd % config.n_head:
         raise UsageError(f"--n-embd {config.n_embd} cannot be shared by --n-head {config.n_head}")
+    if config.n_embd % 2 and config.start == "copying":
+        raise UsageError(f"--n-embd must be even, not {config.n_embd}, or add --start gpt2")
     if config.tokens == "gpt2" and config.vocabulary is None:
         raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
     if config.algo == "grpo" and config.k_samples == 1:

@@ -1,21 +1,25 @@
-"""GPT-2, a cache that the completions of a prompt share, and a value head.
+"""GPT-2, its start values, a cache that the completions of a prompt share, and sampling.
 
-Module names are those of the published weights (h.0.attn.c_attn, ...), so weights.py has little to do.  Two departures
+Module names are those of the published weights (h.0.attn.c_attn, ...), so runs.py has little to do.  Two departures
 from the usual GPT-2: positions come from the mask, so padding on the left changes nothing; and a prompt's keys and
 values are stored once, however many completions it has.
 
     B prompts    K completions of each    N rows, one document each    T tokens    S tokens of a padded prompt
-    C width of the model    H heads    D = C / H width of a head    R width of a latent    V vocabulary
+    C width of the model    H heads    D = C / H width of a head    V vocabulary
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mini.mla import LatentAttention
+from toolkit import UsageError
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,13 @@ class GptConfig:
     n_positions: int = 1024
     vocab_size: int = 50257
     layer_norm_epsilon: float = 1e-5
-    latent: int = 0  # R of multi-head latent attention (not part of GPT-2); 0: GPT-2's own attention
+    latent: int = 0  # width of multi-head latent attention's latent (not part of GPT-2); 0: GPT-2's own attention
+    q_latent: int = 0  # the same for its queries
 
 
 @dataclass
 class LayerCache:
-    """What one layer caches: keys and values, or one latent (H = 1, D = R) that serves as both."""
+    """What one layer caches: keys and values, or one latent (H = 1, D = its width) that serves as both."""
 
     prompt: tuple[Tensor, ...]  # (B, H, S, D) each: shared by all K completions of a prompt
     own: tuple[Tensor, ...]  # (B, K, H, new tokens, D) each: filled up to Cache.length
@@ -113,48 +118,6 @@ class Attention(nn.Module):
         return out
 
 
-class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), without its rotary part.
-
-    Only c is cached for a token, R numbers for all heads, where keys and values would take 2 C.
-    """
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        C, R = config.n_embd, config.latent
-        self.heads = config.n_head
-        self.w_dq, self.q_norm, self.w_uq = nn.Linear(C, R, bias=False), nn.RMSNorm(R), nn.Linear(R, C, bias=False)
-        self.w_dkv, self.kv_norm = nn.Linear(C, R, bias=False), nn.RMSNorm(R)
-        self.w_uk, self.w_uv = nn.Linear(R, C, bias=False), nn.Linear(R, C, bias=False)
-        self.c_proj = nn.Linear(C, C)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, T, C) -> queries (N, T, H, D), latents c (N, T, R)."""
-        q = self.w_uq(self.q_norm(self.w_dq(x))).unflatten(2, (self.heads, -1))
-        return q, self.kv_norm(self.w_dkv(x))
-
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """As in Attention, but the cache holds only the latents."""
-        q, c = self.project(x)
-        if cache is not None:
-            cache.add_prompt(c[:, None])  # (B, 1, S, R)
-        if past is not None:
-            c = torch.cat((past.prompt[0][:, 0].repeat_interleave(len(x) // len(past.prompt[0]), 0), c), 1)
-        k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
-        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return out
-
-    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        """Computes no keys or values: q (W_uk c) = (q W_uk) c, and a mean of W_uv c is W_uv times a mean of c."""
-        q, c = self.project(x)  # (B, K, H, D), (B, K, R)
-        w_uk, w_uv = (up.weight.unflatten(0, (self.heads, -1)) for up in (self.w_uk, self.w_uv))  # (H, D, R)
-        absorbed = torch.einsum("bkhd,hdr->bkhr", q, w_uk)
-        mean = cache.attend(layer, absorbed, 1 / math.sqrt(q.shape[3]), c[:, :, None])  # (B, K, H, R)
-        out: Tensor = self.c_proj(torch.einsum("bkhr,hdr->bkhd", mean, w_uv).flatten(2))
-        return out
-
-
 class Mlp(nn.Module):
     """Two layers with the tanh form of GELU; the exact form does not reproduce the published model."""
 
@@ -209,6 +172,23 @@ class GPT(nn.Module):
                 residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / residual)
 
+    @torch.no_grad()
+    def start_by_copying(self, sharpness: float, strength: float) -> None:
+        """Start values with which attention copies what it looks at (mimetic: Trockman and Kolter, 2023).
+
+        In the first layer keys equal queries, so a token looks at the tokens that resemble it.  In every layer values
+        are orthogonal, and the projection is their transpose.  The architecture stays GPT-2's.
+        """
+        C = self.config.n_embd
+        for layer, block in enumerate(self.h):
+            assert isinstance(block, Block)
+            assert isinstance(block.attn, Attention)
+            q, k, v = block.attn.c_attn.weight.split(C)  # (C, C) each
+            if layer == 0:
+                k.copy_(q.mul_(sharpness))
+            v.copy_(strength * nn.init.orthogonal_(torch.empty_like(v)))
+            block.attn.c_proj.weight.copy_(v.t())
+
     def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
         """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
 
@@ -249,22 +229,123 @@ class GPT(nn.Module):
         out: Tensor = self.ln_f(x)
         return out
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.weight.device
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> (..., V)."""
         return F.linear(hidden, self.wte.weight)
 
 
-class ValueHead(nn.Module):
-    """Hidden states -> the expected reward: C -> C / 2 -> 1.  Predicts 0 until it is trained."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling: each prompt is read once, then all completions of all prompts grow one token at a time
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(width, width // 2)
-        self.out = nn.Linear(width // 2, 1)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, C) -> (N, T)."""
-        value: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
-        return value
+class Diverged(Exception):
+    """A number that is not finite: its name."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 1.0  # 0: the likeliest
+    top_k: int = 0  # sample among the k likeliest; 0: all
+    top_p: float = 1.0  # of these, sample among the fewest with this total probability
+    max_new_tokens: int = 144
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Prompts padded on the left, completions on the right.  Masks are True for tokens, including the end token."""
+
+    prompt_ids: Tensor  # (B, S)
+    prompt_mask: Tensor  # (B, S)
+    ids: Tensor  # (B, K, T)
+    mask: Tensor  # (B, K, T)
+    log_probs: Tensor  # (B, K, T) of the sampled tokens, 0 in the padding
+
+    def tokens(self, end: int) -> list[list[list[int]]]:
+        """The ids of each prompt's completions, without the end token."""
+        return [
+            [[token for token, real in zip(row, is_real, strict=True) if real and token != end]
+             for row, is_real in zip(rows, masks, strict=True)]
+            for rows, masks in zip(self.ids.tolist(), self.mask.tolist(), strict=True)
+        ]  # fmt: skip
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and mask (B, S): all prompts end in the same column, so all completions begin in the same one."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
+
+
+def policy_log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of the policy: (..., V) -> (..., V).
+
+    The temperature is part of the policy, in sampling and in training.  Top-k and top-p are not: after an update they
+    could exclude a token that was sampled, and its log-probability would be minus infinity.
+    """
+    return torch.log_softmax(logits / (temperature or 1.0), -1)
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """logits (N, V) -> the next tokens (N,) and their log-probabilities (N,).  Raises Diverged for a logit of NaN."""
+    log_probs = policy_log_probs(logits, sampling.temperature)  # (N, V)
+    if not log_probs[:, 0].sum().isfinite():  # a row is NaN in every column if it is in one
+        raise Diverged("logit")
+    if sampling.temperature == 0:
+        token = log_probs.argmax(1, keepdim=True)  # (N, 1)
+    else:
+        kept = min(sampling.top_k or logits.shape[1], logits.shape[1])
+        best, order = log_probs.topk(kept)  # (N, kept), likeliest first
+        probs = best.softmax(1)
+        likelier = probs.cumsum(1) - probs  # 0 for the likeliest token, so it is always kept
+        probs = probs.masked_fill(likelier >= sampling.top_p, 0)
+        token = order.gather(1, torch.multinomial(probs, 1, generator=generator))  # (N, 1)
+    return token[:, 0], log_probs.gather(1, token)[:, 0]
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    k: int,
+    sampling: Sampling,
+    end: int,
+    generator: torch.Generator | None = None,
+) -> Completions:
+    """K completions of each prompt.  A row ends at its end token; a prompt leaves the batch when all its rows have."""
+    device = model.device
+    prompt_ids, prompt_mask = left_pad(prompts, end, device)
+    B, S = prompt_ids.shape
+    room = sampling.max_new_tokens
+    if S + room > model.config.n_positions:
+        raise UsageError(f"a prompt of {S} tokens and a completion of {room} do not fit into the model's "
+                         f"{model.config.n_positions} positions: lower --max-new-tokens")  # fmt: skip
+    ids = torch.full((B, k, room), end, device=device)
+    mask = torch.zeros(B, k, room, dtype=torch.bool, device=device)
+    log_probs = torch.zeros(B, k, room, device=device)
+    cache = Cache(prompt_mask, k, room)
+    hidden = model(prompt_ids, prompt_mask, cache)[:, -1:]  # (B, 1, C)
+    logits = model.logits(hidden).expand(B, k, -1)  # (B, K, V)
+    going = torch.arange(B, device=device)  # the prompts with a row that has not ended: (b,), b <= B
+    ended = torch.zeros(B, k, dtype=torch.bool, device=device)  # (b, K)
+    for t in range(room):
+        token, log_prob = (part.view(-1, k) for part in choose(logits.flatten(0, 1), sampling, generator))  # (b, K)
+        ids[going, :, t] = token.masked_fill(ended, end)
+        mask[going, :, t] = ~ended
+        log_probs[going, :, t] = log_prob.masked_fill(ended, 0)
+        ended = ended | (token == end)
+        left = ~ended.all(1)  # (b,)
+        if t + 1 == room or not left.any():
+            break
+        if not left.all():
+            going, ended, token = going[left], ended[left], token[left]
+            cache.keep(left)
+        logits = model.logits(model.decode(token, cache))
+    return Completions(prompt_ids, prompt_mask, ids[:, :, : t + 1], mask[:, :, : t + 1], log_probs[:, :, : t + 1])

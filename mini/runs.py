@@ -1,80 +1,279 @@
-"""A run's folder: its config, its checkpoints, and the printed line of a step."""
+"""What is on disk: a run's folder, checkpoints, curves, and models in Hugging Face's format.
+
+Every file is written whole under another name, flushed, then renamed: a run that is killed leaves the last good state.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import pickle
 import time
-from collections.abc import Mapping
-from operator import methodcaller
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
+from torch import Tensor
 
-from mini.config import ChessConfig, TextConfig
-from mini.files import write_whole
+from mini.config import ChessConfig, TextConfig, flag
+from mini.grpo import Learner
+from mini.model import GPT, Diverged, GptConfig
+from mini.tokens import BpeTokens, ChessTokens, Tokens
 from toolkit import UsageError
+from toolkit.runs import write_whole
+
+say = partial(print, flush=True)
+
+
+def write(path: Path, content: str | bytes | dict[str, Any]) -> None:
+    """Write a file atomically; a dict as torch does.  Raises UsageError if it cannot be written."""
+    if isinstance(content, dict):
+        torch.save(content, buffer := io.BytesIO())
+        content = buffer.getvalue()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
 
 # Options that may change when a run is resumed.
-MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track"}
+MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
+              "patience"}  # fmt: skip
+Figures = Mapping[str, float]
 
 
-def settings(config: ChessConfig | TextConfig) -> dict[str, Any]:
-    """The config as values that JSON can hold."""
-    return {name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(config).items()}  # fmt: skip
+class Run:
+    """A run's folder.  A new one is made when everything that it needs has been read."""
+
+    def __init__(self, config: ChessConfig | TextConfig) -> None:
+        kind = "chess" if isinstance(config, ChessConfig) else "text"
+        self.config = config
+        self.folder = config.log_dir or Path("outputs") / f"mini-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.saved = self.folder / "checkpoint.pt"
+        device_of(config.device)  # an error before anything is written
+        self.extra: dict[str, Any] = {}  # goes with each checkpoint
+        self.settings = {"command": kind} | {name: str(value) if isinstance(value, Path) else value
+                                             for name, value in dataclasses.asdict(config).items()}  # fmt: skip
+        if not config.resume and self.saved.exists():
+            raise UsageError(f"{self.folder} has a run in it already: add --resume, or choose another --log-dir")
+        if config.resume and not self.saved.is_file():
+            raise UsageError(f"{self.folder} has no checkpoint to resume from")
+
+    def begin(self, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """Make the folder of a new run, with its config and more files."""
+        for name, content in {**files, "config.json": json.dumps(self.settings, indent=2).encode()}.items():
+            if not self.config.resume:
+                write(self.folder / name, content)
+
+    def save(self, learner: Learner) -> None:
+        """Replace the checkpoint.  Raises Diverged before it writes a weight that is not finite."""
+        if not all(bool(weight.isfinite().all()) for weight in learner.model.parameters()):
+            raise Diverged("weight")
+        write(self.saved, {"config": self.settings, "extra": self.extra, **learner.state()})
+
+    def load(self) -> dict[str, Any]:
+        """The checkpoint to resume.  Raises UsageError if the run had other options."""
+        state = read_state(self.saved)
+        if not isinstance(state.get("config"), dict) or not isinstance(state.get("extra"), dict):
+            raise UsageError(f"{self.saved} cannot be read as a checkpoint")
+        for name in sorted(self.settings.keys() - MAY_DIFFER):
+            if self.settings[name] != state["config"].get(name):
+                raise UsageError(f"the run in {self.folder} had {flag(name)} {state['config'].get(name)}, "
+                                 f"not {self.settings[name]}")  # fmt: skip
+        self.extra = state["extra"]
+        return state
+
+    def follow(self, learner: Learner, steps: Iterable[Figures], line: Callable[[Figures], str | None]) -> str | None:
+        """Train to the end: curves, printed lines, checkpoints.  Returns why there was nothing left to learn, if so."""
+        curves = Curves(self.config.track, self.folder, self.settings, learner.step)
+        kept = learner.step
+        try:
+            for figures in steps:
+                curves.write(learner.step, {**figures, "memory_gib": memory(learner.model)})
+                if text := line(figures):
+                    say(text)
+                if learner.flat >= self.config.patience:
+                    break
+                if learner.step == 1 or learner.step % self.config.save_steps == 0:
+                    self.save(learner)
+                    kept = learner.step
+            self.save(learner)
+        except Diverged as what:
+            rest = f"; {self.folder} has the checkpoint of step {kept}" if kept else ""
+            raise UsageError(f"step {learner.step + 1}: a {what} is not finite: lower --lr{rest}") from None
+        except KeyboardInterrupt:
+            again = f"go on from step {kept} with the same options, --log-dir {self.folder} and --resume"
+            say(f"stopped at step {learner.step}: " + (again if kept else f"no step is finished in {self.folder}"))
+            raise
+        finally:
+            curves.close()
+        if learner.flat < self.config.patience:
+            return None
+        return f"nothing to learn: in {learner.flat} steps all rewards of every group were equal"
 
 
-def open_run(config: ChessConfig | TextConfig) -> Path:
-    """The run's folder: a new one, or with --resume the existing one."""
-    name = "chess" if isinstance(config, ChessConfig) else "text"
-    folder = config.log_dir or Path("outputs") / f"mini-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not config.resume:
-        if (folder / "checkpoint.pt").exists():
-            raise UsageError(f"{folder} has a run in it already: add --resume, or choose another --log-dir")
-        write_whole(folder / "config.json", methodcaller("write", json.dumps(settings(config), indent=2).encode()))
-    elif not (folder / "checkpoint.pt").is_file():
-        raise UsageError(f"{folder} has no checkpoint to resume from")
-    return folder
+class Curves:
+    """Where --track sends each step's figures: TensorBoard, Weights & Biases, or nowhere."""
+
+    def __init__(self, kind: str, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
+        self.writer: Any = None
+        self.run: Any = None
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            # A resumed run repeats the steps after its last checkpoint, so their old values are purged.
+            self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+            self.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
+        elif kind == "wandb":  # the run has the folder's name, so a resumed run continues it
+            import wandb
+
+            try:
+                self.run = wandb.init(project="mini", id=folder.name, name=folder.name, dir=str(folder),
+                                      config=dict(settings), resume="allow" if first_step else None)  # fmt: skip
+            except wandb.Error as error:
+                raise UsageError(f"--track wandb: {error}") from None
+
+    def write(self, step: int, figures: Figures) -> None:
+        """A step's figures."""
+        for name, value in figures.items() if self.writer else ():
+            self.writer.add_scalar(name, value, step)
+        if self.run:
+            self.run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self.writer:
+            self.writer.close()
+        if self.run:
+            self.run.finish()
 
 
-def save_checkpoint(folder: Path, config: ChessConfig | TextConfig, state: Mapping[str, Any]) -> None:
-    """Replace the run's checkpoint."""
-    content = {"config": settings(config), **state}
-    write_whole(folder / "checkpoint.pt", lambda file: torch.save(content, file))
-
-
-def load_checkpoint(folder: Path, config: ChessConfig | TextConfig) -> dict[str, Any]:
-    """The run's checkpoint.  Raises UsageError if the run had other options."""
-    path = folder / "checkpoint.pt"
+def read_state(path: Path) -> dict[str, Any]:
+    """A dict that torch.save wrote.  Raises UsageError for anything else."""
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        before = state["config"]
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError):
-        raise UsageError(f"{path} cannot be read as a checkpoint") from None
-    now = settings(config)
-    for name in sorted(now.keys() - MAY_DIFFER):
-        if now[name] != before.get(name):
-            flag = name.replace("_", "-")
-            raise UsageError(f"the run in {folder} had --{flag} {before.get(name)}, not {now[name]}")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; without it the run cannot go on") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError):
+        state = None
+    if not isinstance(state, dict):
+        raise UsageError(f"{path} cannot be read as a checkpoint")
     return state
 
 
-def resident_memory() -> float:
-    """GiB of memory that the process uses now."""
+def restore(load: Callable[[dict[str, Any]], object], state: dict[str, Any], path: Path) -> None:
+    """Load a model's or a learner's state.  Raises UsageError if it is another's."""
+    try:
+        load(state)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"{path} does not fit this run: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def device_of(name: str) -> torch.device:
+    """The device that --device names.  Raises UsageError if it is not there."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise UsageError("--device cuda: torch sees no GPU")
+    return torch.device("cuda" if there and name == "auto" else name.replace("auto", "cpu"))
+
+
+def memory(model: GPT) -> float:
+    """GiB that the process uses now, or the most that it has used on a GPU."""
+    if model.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def step_line(number: int, steps: int, figures: Mapping[str, float]) -> str:
-    """One printed line for a step of chess."""
-    by_task = {kind: "  ".join(f"{name[-1]} {value:.2f}" for name, value in figures.items()
-                               if name.startswith(f"{kind}/")) for kind in ("reward", "valid")}  # fmt: skip
-    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}"
-            f"  kl {figures['kl']:.4f} x {figures['kl_coef']:.4g}  clip {figures['clip_share']:.3f}"
-            f"  entropy {figures['entropy']:.2f}  no spread {figures['zero_spread']:.0%}"
-            f"  {figures['seconds']:.1f} s ({figures['seconds/generate']:.1f} generate"
-            f" + {figures['seconds/score']:.1f} score + {figures['seconds/train']:.1f} train)")  # fmt: skip
+# ---------------------------------------------------------------------------------------------------------------------
+# Models in Hugging Face's format: config.json and model.safetensors
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
+SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
+ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+           "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.  Raises UsageError unless it describes a GPT-2."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        model_type = config["model_type"]
+    except OSError as error:
+        raise UsageError(f"{folder / 'config.json'}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{folder / 'config.json'} is no model's config") from None
+    if model_type != "gpt2":
+        raise UsageError(f"{folder} is a {model_type} model; only GPT-2 can be read")
+    assumed = {**ASSUMED, "n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}
+    for name, value in assumed.items():
+        if config.get(name, value) != value:
+            raise UsageError(f"{folder}: {name} is {config[name]}; only {value} can be read")
+    return dict(config)
+
+
+def load_model(folder: Path) -> GPT:
+    """Load a GPT-2 from a folder."""
+    config = read_config(folder)
+    try:
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        shape = GptConfig(**{f.name: config[f.name] for f in dataclasses.fields(GptConfig) if f.name in config})
+        if shape.n_embd % shape.n_head:
+            raise ValueError(f"{shape.n_embd} columns cannot be shared by {shape.n_head} heads")
+        with torch.device("meta"):
+            model = GPT(shape)
+        model.load_state_dict(from_published(tensors), assign=True)
+    except OSError as error:
+        raise UsageError(f"{folder / 'model.safetensors'}: {error.strerror or error}") from None
+    except (safetensors.SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{folder / 'model.safetensors'} does not fit config.json: {first_line(error)}") from None
+    return model
+
+
+def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Published names and layouts -> ours.  RookWorld-LM has the prefix `transformer.`, OpenAI's own file has not."""
+    names = {name: name.removeprefix("transformer.") for name in tensors}
+    return {ours: (tensors[name].t() if ours.endswith(TRANSPOSED) else tensors[name]).float().contiguous()
+            for name, ours in names.items() if not ours.endswith(SKIPPED) and ours != "lm_head.weight"}  # fmt: skip
+
+
+def save_model(model: GPT, tokens: Tokens, folder: Path, vocabulary: Path | None = None) -> None:
+    """Write a folder for load_model, load_tokens and transformers; BPE files are copied from `vocabulary`."""
+    tensors = {f"transformer.{name}": (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous().cpu()
+               for name, tensor in model.state_dict().items()}  # fmt: skip
+    config = dataclasses.asdict(model.config) | ASSUMED | {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
+        "eos_token_id": tokens.end, "mini_tokens": "chess" if isinstance(tokens, ChessTokens) else "bpe",
+    }  # fmt: skip
+    for pair in BpeTokens.NAMES if vocabulary and isinstance(tokens, BpeTokens) else ():
+        for name in pair:
+            if vocabulary and (vocabulary / name).is_file():
+                write(folder / name, (vocabulary / name).read_bytes())
+    data = safetensors.torch.save(tensors, {"format": "pt"})
+    write(folder / "model.safetensors", data)
+    write(folder / "config.json", json.dumps(config, indent=2).encode())
+
+
+def load_tokens(folder: Path) -> Tokens:
+    """The vocabulary of the model in a folder."""
+    tokens: Tokens = ChessTokens() if read_config(folder).get("mini_tokens") == "chess" else BpeTokens(folder)
+    size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
+    if tokens.size > size:
+        raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
+    return tokens

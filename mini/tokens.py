@@ -1,15 +1,15 @@
 """Text to token ids and back: GPT-2's byte pairs, and a small vocabulary for chess.
 
 Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  The
-chess tokens give every square, clock and move its own slot: a position is always 69 tokens, and the token to copy or
-change is always at the same distance.  The best move is written as the number of its slot, because a model of this size
-does not learn to repeat a move within a minute.  Both vocabularies round-trip exactly.
+chess tokens give every square and clock its own slot, and every move two: a position is always 71 tokens, and the token
+to copy or change is always at the same distance.  The best move is written as the number of its slot.  Both
+vocabularies round-trip exactly.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +27,6 @@ class Tokens(Protocol):
     end: int  # id of END
     size: int
     longest: int  # the most tokens of a chess answer, with its end token
-    top_k: int  # default for sampling
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text.  Raises ValueError if it has no tokens for it."""
@@ -43,7 +42,7 @@ class Tokens(Protocol):
 class BpeTokens:
     """GPT-2's byte pairs, from a folder with vocab.bpe and encoder.json, or merges.txt and vocab.json."""
 
-    longest, top_k = 144, 50
+    longest = 144
     NAMES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
     PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of GPT-2
 
@@ -100,14 +99,6 @@ EMPTY = ("none", "")  # fills an unused slot
 Token = tuple[str, str]  # kind and text
 
 
-def some_piece_moves(a: str, b: str) -> bool:
-    """Whether a queen or a knight could move from square a to square b (b may be a promotion)."""
-    x, y = abs(ord(a[0]) - ord(b[0])), abs(int(a[1]) - int(b[1]))
-    if len(b) == 3:
-        return a[1] in "27" and x <= 1 == y
-    return a != b and (x == 0 or y == 0 or x == y or {x, y} == {1, 2})
-
-
 VOCABULARY: tuple[Token, ...] = (
     ("end", ""),
     EMPTY,
@@ -117,10 +108,10 @@ VOCABULARY: tuple[Token, ...] = (
     *(("castling", " " + ("".join(right for i, right in enumerate("KQkq") if bits >> i & 1) or "-"))
       for bits in range(16)),
     *(("en passant", " " + square) for square in ("-", *(square for square in SQUARES if square[1] in "36"))),
-    *(("number", f" {number}") for number in range(200)),
-    *(("from", " " + square) for square in SQUARES),
-    *(("to", square) for square in (*SQUARES, *PROMOTIONS)),
-    *(("move", f" {a}{b}") for a in SQUARES for b in (*SQUARES, *PROMOTIONS) if some_piece_moves(a, b)),
+    *(("tens", f" {number or ''}") for number in range(20)),
+    *(("ones", str(number)) for number in range(10)),
+    *((past + "from", " " + square) for past in ("", "past ") for square in SQUARES),
+    *((past + "to", square) for past in ("", "past ") for square in (*SQUARES, *PROMOTIONS)),
     *(("slot", str(number)) for number in range(1, CANDIDATES + 1)),
     *(("whole", f" {sign}{number}.") for sign in ("", "-") for number in range(100)),
     *(("hundredths", f"{number:02}") for number in range(100)),
@@ -139,13 +130,15 @@ SHAPES = {
 
 
 def position(board: str, *fields: str) -> list[Token]:
-    """The six fields of a FEN: 64 squares and five more tokens."""
+    """The six fields of a FEN: 64 squares and seven more tokens."""
     rows = [re.sub(r"\d", lambda digit: "." * int(digit[0]), row) for row in board.split("/")]
     if [len(row) for row in rows] != [8] * 8:
         raise ValueError(f"{board} is no board")
-    kinds = ("side", "castling", "en passant", "number", "number")
-    rest = [(kind, " " + field) for kind, field in zip(kinds, fields, strict=True)]
-    return [("square", piece) for piece in "".join(rows)] + rest
+    if too_late := [clock for clock in fields[3:] if int(clock) > 199]:
+        raise ValueError(f"no chess token for {too_late[0]!r}")
+    tokens = [("square", piece) for piece in "".join(rows)]
+    tokens += [(kind, " " + field) for kind, field in zip(("side", "castling", "en passant"), fields[:3], strict=True)]
+    return tokens + [token for clock in fields[3:] for token in (("tens", " " + clock[:-1]), ("ones", clock[-1]))]
 
 
 def slots(tokens: list[Token], count: int) -> list[Token]:
@@ -155,15 +148,18 @@ def slots(tokens: list[Token], count: int) -> list[Token]:
     return tokens + [EMPTY] * (count - len(tokens))
 
 
+def squares_of(moves: str, past: str = "") -> list[Token]:
+    """Two tokens for each move of a line; a history has its own, so that the move to make is no one of many."""
+    return [token for uci in moves.split() for token in ((past + "from", " " + uci[:2]), (past + "to", uci[2:]))]
+
+
 class ChessTokens:
     """Slots for the prompts and answers of P and A lines; repeated blanks in the text become single ones.
 
-    A candidate is one token, and the best move is the number of its slot.  A move of an A prompt is two tokens, because
-    the model has to find its squares on the board.
+    A move is two tokens, because the model has to find its squares on the board.
     """
 
-    longest = 73  # 69 of a position, reward, two flags, end
-    top_k = 200  # with 50, every fifth answer repeats one of its five moves
+    longest = 75  # 71 of a position, reward, two flags, end
 
     def __init__(self) -> None:
         self._ids = {token: i for i, token in enumerate(VOCABULARY)}
@@ -187,8 +183,7 @@ class ChessTokens:
         if shape == "A answer":
             return [*position(*parts[:6]), ("reward", parts[6]), ("flag", parts[7]), ("flag", parts[8])]
         if shape == "A prompt":
-            move, history = ([token for uci in part.split() for token in (("from", " " + uci[:2]), ("to", uci[2:]))]
-                             for part in parts[6:])  # fmt: skip
+            move, history = squares_of(parts[6]), squares_of(parts[7], "past ")
             # Empty slots come first, so the last move is always at the same position.
             return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *slots(move, 2), ("mark", "+"),
                     *slots(history[::-1], 2 * HISTORY)[::-1], ("mark", "+")]  # fmt: skip
@@ -197,14 +192,15 @@ class ChessTokens:
             raise ValueError(f"{best!r} is none of the moves {parts[0]}")
         evals = [token for number in parts[1].split()
                  for token in (("whole", f" {number[:-2]}"), ("hundredths", number[-2:]))]  # fmt: skip
-        return [("mark", "M:"), *slots([("move", " " + uci) for uci in moves], CANDIDATES),
+        return [("mark", "M:"), *slots(squares_of(parts[0]), 2 * CANDIDATES),
                 ("mark", " E:"), *slots(evals, 2 * CANDIDATES),
                 ("mark", " B:"), ("slot", str(moves.index(best) + 1))]  # fmt: skip
 
     def decode(self, ids: list[int]) -> str:
         """Concatenate the tokens' texts; squares are written row by row, and a slot as its move."""
-        text, moves = "", [VOCABULARY[i][1] for i in ids if VOCABULARY[i][0] == "move"]
-        for kind, run in groupby((VOCABULARY[i] for i in ids), key=lambda token: token[0]):
+        text, tokens = "", [VOCABULARY[i] for i in ids]
+        moves = [a[1] + b[1] for a, b in pairwise(tokens) if (a[0], b[0]) == ("from", "to")]
+        for kind, run in groupby(tokens, key=lambda token: token[0]):
             part = "".join(piece for _, piece in run)
             if kind == "square":
                 rows = (part[i : i + 8] for i in range(0, len(part), 8))

@@ -78,10 +78,10 @@ def bring_to_disk(path: Path) -> None:
             os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: after a kill the old content is still there."""
     aside = path.with_name(f".{path.name}.unfinished")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
     bring_to_disk(aside)
     aside.replace(path)
 

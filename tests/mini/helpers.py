@@ -7,7 +7,7 @@ import dataclasses
 import io
 import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,3 +47,13 @@ def run_mini(*arguments: object) -> subprocess.CompletedProcess[str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = mini.__main__.main([*map(str, arguments)])
     return subprocess.CompletedProcess([*map(str, arguments)], code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Put tensors whose device is not stated on one without memory: whoever uses them with a model here fails."""
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from mini.generate import Sampling, generate, left_pad
-from mini.model import Cache, GptConfig, LatentAttention
+from mini.mla import LatentAttention
+from mini.model import Cache, GptConfig, Sampling, generate, left_pad
 from tests.mini.helpers import LATENT, SMALL, small_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
+WIDER = dataclasses.replace(LATENT, q_latent=10)  # a latent of queries that is not as wide as that of keys
 
 
 def rms_norm(row: Tensor, weight: Tensor) -> Tensor:
     return row / (row.square().mean() + torch.finfo(torch.float32).eps).sqrt() * weight
 
 
-def test_latent_attention_is_its_formulas_one_head_and_token_at_a_time() -> None:
+@pytest.mark.parametrize("config", [LATENT, WIDER], ids=["same", "wider"])
+def test_latent_attention_is_its_formulas_one_head_and_token_at_a_time(config: GptConfig) -> None:
     torch.manual_seed(0)
-    layer = LatentAttention(LATENT)
+    layer = LatentAttention(config)
+    assert layer.q_norm.weight.shape == (config.q_latent or config.latent,)
     x, D = torch.randn(1, 5, SMALL.n_embd), SMALL.n_embd // SMALL.n_head
     visible = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
     rows = []
@@ -41,8 +45,9 @@ def test_latent_attention_is_its_formulas_one_head_and_token_at_a_time() -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "kept"), [(SMALL, [(3, 4, 5, 8)] * 2), (LATENT, [(3, 1, 5, 6)])], ids=["mha", "mla"]
-)
+    ("config", "kept"), [(SMALL, [(3, 4, 5, 8)] * 2), (LATENT, [(3, 1, 5, 6)]), (WIDER, [(3, 1, 5, 6)])],
+    ids=["mha", "mla", "mla with wider queries"],
+)  # fmt: skip
 def test_decoding_and_going_on_give_what_a_whole_pass_gives(config: GptConfig, kept: list[tuple[int, ...]]) -> None:
     """Two completions each of prompts of several lengths, whose keys stand in memory once; absorbed where latent."""
     model = small_model(config=config)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mini.text_task import STEPS
+from mini.text import STEPS
 from tests.mini.helpers import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "bench_mini_text.py"

@@ -13,7 +13,7 @@ import torch
 
 from mini.__main__ import main
 from mini.model import GPT, GptConfig
-from mini.text_data import draw_windows
+from mini.text import draw_windows
 from tests.mini.helpers import ROOT
 
 STEPS = 5

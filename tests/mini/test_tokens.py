@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mini.chess_data import parse_line, self_play, shipped_lines
+from mini.chess_lines import SHIPPED, parse_line, self_play
 from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
 from toolkit import UsageError
 
@@ -19,7 +19,7 @@ START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """Of both tasks."""
-    return [*islice(self_play(random.Random(0)), 1000), *shipped_lines()]
+    return [*islice(self_play(random.Random(0)), 1000), *SHIPPED.read_text().splitlines()]
 
 
 def test_no_token_stands_in_the_vocabulary_twice() -> None:
@@ -42,7 +42,8 @@ def test_chess_tokens_have_slots(lines: list[str]) -> None:
         example = parse_line(line)
         assert example is not None
         lengths.add((example.task, len(tokens.encode(example.prompt)), len(tokens.encode(example.answer))))
-    assert lengths == {("A", 95, 72), ("P", 70, 19)}
+    assert sorted(task for task, _, _ in lengths) == ["A", "P"]
+    assert tokens.longest == 1 + max(length for _, _, length in lengths)
     assert [VOCABULARY[i][1] for i in tokens.encode(f"P: {START}")[1:9]] == list("RNBQKBNR".lower())
 
 
@@ -55,6 +56,16 @@ def test_chess_tokens_have_slots(lines: list[str]) -> None:
 def test_what_the_chess_tokens_cannot_say(text: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         ChessTokens().encode(text)
+
+
+def test_a_move_is_the_square_it_leaves_and_the_one_it_goes_to() -> None:
+    """A promotion belongs to the second; without one of the two there is no move."""
+    tokens = ChessTokens()
+    ids = tokens.encode("M: e2e4 a7a8q E: 0.10 0.20 B: e2e4")
+    assert [VOCABULARY[i] for i in ids[1:5]] == [("from", " e2"), ("to", "e4"), ("from", " a7"), ("to", "a8q")]
+    assert [VOCABULARY[i] for i in ids[5:11]] == [("none", "")] * 6
+    del ids[1]
+    assert tokens.decode(ids) == "M:e4 a7a8q E: 0.10 0.20 B: a7a8q"
 
 
 def test_the_best_move_is_the_number_of_a_slot() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import mini.text_task
+import mini.text
 from mini.__main__ import main, parse_arguments
-from mini.config import TextConfig
+from mini.config import TextConfig, text_defaults
+from mini.grpo import Rows, supervised
 from mini.model import GPT, GptConfig
-from mini.text_data import CharTokens, Corpus
-from mini.text_task import STEPS, Report, collapse, evaluate, foretold, summary, with_defaults
-from mini.train import Learner
+from mini.text import STEPS, CharTokens, Corpus, Report, collapse, foretold, summary, written
+from tests.mini.helpers import run_mini
 
 SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --latent 4"
-TINY = SHAPE + " --iters 4 --batch-size 4 --held-out 8 --track none --log-steps 1"
+TINY = SHAPE + " --iters 4 --batch-size 4 --held-out 8 --track none --log-steps 1 --warm-steps 0"
 TEXT = "the cat sat on the mat; " * 60
 
 
@@ -41,7 +42,7 @@ def test_every_algorithm_reports_before_after_and_baselines(
     for report in (result["before"], result["after"]):
         assert {"bits", "right", "p_right", "sample"} <= report.keys()
         assert len(report["sample"]) == 8
-    baselines = {"commonest", "bigram"} | ({"supervised"} if algo != "supervised" else set())
+    baselines = {"commonest", "bigram"} | ({"supervised"} if algo in ("grpo", "ppo") else set())
     assert set(result["baselines"]) == baselines
     assert result["before"]["bits"] == pytest.approx(math.log2(len(set(TEXT))), abs=0.2)
     assert result["before"] != result["after"]
@@ -56,7 +57,8 @@ def test_byte_pairs_are_reported_by_the_character(
     letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
     (tmp_path / "encoder.json").write_text(json.dumps({text: i for i, text in enumerate([*letters, "th"])}))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\nt h\n")
-    result = run(tmp_path, capsys, "--algo", algo, "--tokens", "gpt2", "--vocabulary", tmp_path)
+    more = ("--tokens", "gpt2", "--vocabulary", tmp_path, "--held-out", 100, "--mask-share", 0.9)
+    result = run(tmp_path, capsys, "--algo", algo, *more)
     assert result["before"]["bits"] == pytest.approx(math.log2(258) * 22 / 24, abs=0.3)
     assert result["baselines"]["bigram"]["bits"] < result["baselines"]["commonest"]["bits"]
 
@@ -87,13 +89,13 @@ def test_a_collapse_is_named() -> None:
     """A model whose every state points at one letter, and the same model with no such wish."""
     torch.manual_seed(0)
     ids = torch.randint(4, (400,))
-    corpus, config = Corpus(CharTokens("abcd"), ids, ids), TextConfig()
+    corpus, config = Corpus(CharTokens("abcd"), ids, ids), TextConfig(horizon=8)
     model = GPT(GptConfig(1, 2, 16, 32, 4))
-    assert collapse(evaluate(model, corpus, 8, config)) is None
+    assert collapse(written(model, corpus, config)) is None
     with torch.no_grad():
         model.ln_f.bias.copy_(50 * model.wte.weight[2])
         model.wte.weight[2] *= 100
-    said = collapse(evaluate(model, corpus, 8, config))
+    said = collapse(written(model, corpus, config))
     assert said is not None
     assert said.startswith("collapsed: 100% of what the model writes is 'c', which is 2")
 
@@ -114,21 +116,22 @@ def test_every_algorithm_draws_the_same_windows_and_a_warm_start_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seed of the warm start once differed in bits only that torch drops, and sampling shifted all windows."""
-    drawn: dict[str, list[list[Any]]] = {}
-    for algo, step in STEPS.items():
-        seen = drawn[algo] = []
+    seen: list[Any] = []
+    draw = mini.text.draw_windows
 
-        def spy(learner: Learner, text: Tensor, config: TextConfig, step: Any = step, seen: Any = seen) -> Any:
-            seen.append(text.tolist())
-            return step(learner, text, config)
+    def spy(*arguments: Any) -> Tensor:
+        windows = draw(*arguments)
+        seen.append(windows.tolist())
+        return windows
 
-        monkeypatch.setitem(STEPS, algo, spy)
-    for algo in ("grpo", "ppo", "denoise"):
-        drawn["supervised"].clear()
+    monkeypatch.setattr(mini.text, "draw_windows", spy)
+    drawn: dict[str, list[Any]] = {}
+    for algo in STEPS:
+        seen.clear()
         run(tmp_path, capsys, "--algo", algo, "--warm-steps", 4, name=algo)
-        warm, control = drawn["supervised"][:4], drawn["supervised"][4:]
-        assert drawn[algo] == drawn["grpo"]
-        assert control[:1] == drawn[algo][:1]
+        warm, drawn[algo], control = seen[:4], seen[4:8], seen[8:]
+        assert drawn[algo] == drawn["supervised"]
+        assert control[:1] == (drawn[algo][:1] if algo in ("grpo", "ppo") else [])
         assert not any(windows in drawn[algo] for windows in warm)
 
 
@@ -136,13 +139,12 @@ def test_likelihood_as_a_baseline_has_the_same_start_and_as_much_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[tuple[list[Tensor], float, float]] = []
-    whole = mini.text_task.supervised
 
-    def spy(model: GPT, *rest: Any) -> GPT:
-        trained.append(([part.detach().clone() for part in model.parameters()], *rest[-2:]))
-        return whole(model, *rest)
+    def spy(model: GPT, draw: Callable[[int], Rows], lr: float, steps: float, seconds: float, decay: float) -> GPT:
+        trained.append(([part.detach().clone() for part in model.parameters()], steps, seconds))
+        return supervised(model, draw, lr, steps, seconds, decay)
 
-    monkeypatch.setattr(mini.text_task, "supervised", spy)
+    monkeypatch.setattr(mini.text.grpo, "supervised", spy)
     result = run(tmp_path, capsys, "--algo", "grpo", "--warm-steps", 2)
     (_, warm, _), (start, steps, seconds) = trained
     assert (warm, steps, seconds) == (2, math.inf, result["train_seconds"])
@@ -173,6 +175,55 @@ def test_a_run_that_lost_a_file_is_not_resumed(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("algo", ["grpo", "denoise"])
+def test_a_run_writes_on_from_a_prompt(algo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A denoiser has none, and writes windows."""
+    run(tmp_path, capsys, "--algo", algo)
+    first, again, other = (
+        run_mini("sample", "--init", tmp_path / "run", "--k-samples", 3, "--seed", seed, "--prompt", "the ")
+        for seed in (1, 1, 2)
+    )
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout != other.stdout
+    rows = first.stdout.partition("\n")[2].split("\n---\n")[:-1]  # behind a line about the model
+    assert [len(row) for row in rows] == [128 if algo == "grpo" else 8] * 3  # the whole context, or a window
+    assert set("".join(rows)) <= set(TEXT)
+    assert algo == "denoise" or all(row.startswith("the ") for row in rows)
+
+
+@pytest.mark.parametrize(("words", "complaint"), [
+    (["--prompt", "the Cat"], "--prompt: the run's text has no 'C'"),
+    (["--prompt", ""], "--prompt must have 1 to 127 tokens, not 0"),
+    (["--prompt", "the " * 32], "--prompt must have 1 to 127 tokens, not 128"),
+])  # fmt: skip
+def test_a_prompt_that_a_run_cannot_go_on_from_is_one_line(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, capsys)
+    done = run_mini("sample", "--init", tmp_path / "run", *words)
+    assert (done.returncode, done.stderr) == (2, f"error: {complaint}\n")
+
+
+def test_a_denoiser_needs_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, capsys, "--algo", "denoise")
+    assert run_mini("sample", "--init", tmp_path / "run").returncode == 0
+
+
+def test_a_run_without_a_checkpoint_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, capsys)
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    for damaged in ({**state, "config": {}}, {**state, "extra": {}}, {**state, "model": {}}, torch.zeros(3)):
+        torch.save(damaged, path)
+        done = run_mini("sample", "--init", tmp_path / "run", "--prompt", "the ")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "checkpoint" in done.stderr
+    path.unlink()
+    done = run_mini("sample", "--init", tmp_path / "run", "--prompt", "the ")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No such file" in done.stderr
+
+
 def test_aliases_and_underscores() -> None:
     words = "text --algo grpo --batch 7 --ref_type=random --neg_reward --beta_kl 0.5 --kl_warmup_tokens 9 --k_samples 3"
     config = parse_arguments(words.split())
@@ -181,28 +232,35 @@ def test_aliases_and_underscores() -> None:
     assert (config.beta_kl, config.kl_warmup_tokens, config.k_samples) == (0.5, 9, 3)
 
 
-@pytest.mark.parametrize(("options", "horizon", "lr"), [
-    ({"algo": "supervised"}, 70, 3e-4), ({"algo": "grpo"}, 70, 1e-5), ({"algo": "ppo"}, 32, 3e-5),
-    ({"algo": "grpo", "tokens": "gpt2"}, 32, 1e-5), ({"algo": "denoise", "horizon": 5, "lr": 0.1}, 5, 0.1),
-], ids=str)  # fmt: skip
-def test_defaults_that_depend_on_the_algorithm(options: dict[str, Any], horizon: int, lr: float) -> None:
-    config = with_defaults(TextConfig(**options))
-    assert (config.horizon, config.lr) == (horizon, lr)
+@pytest.mark.parametrize(("algo", "tokens", "horizon", "lr"), [
+    ("supervised", "char", 70, 3e-4), ("grpo", "char", 70, 1e-5), ("ppo", "char", 32, 3e-5), ("grpo", "gpt2", 32, 1e-5),
+])  # fmt: skip
+def test_the_published_defaults_depend_on_the_algorithm(algo: str, tokens: str, horizon: int, lr: float) -> None:
+    config = text_defaults(algo, "published", tokens)
+    assert (config.algo, config.recipe, config.horizon, config.lr) == (algo, "published", horizon, lr)
+
+
+def test_what_is_given_goes_before_the_recipe() -> None:
+    words = "text --algo denoise --recipe published --horizon 5 --lr 0.1"
+    config = parse_arguments(words.split())
+    assert isinstance(config, TextConfig)
+    assert (config.horizon, config.lr, config.n_layer) == (5, 0.1, 6)
+    assert text_defaults("ppo", "stable", "gpt2").horizon == TextConfig().horizon
 
 
 @pytest.mark.parametrize(("options", "complaint"), [
-    ("--horizon 256", "--block 256 has no room for windows of 256 tokens"),
+    ("--recipe published --horizon 256", "--block 256 has no room for windows of 256 tokens"),
     ("--n-embd 50 --n-head 3", "--n-embd 50 cannot be shared by --n-head 3"),
     ("--tokens gpt2", "--tokens gpt2 needs --vocabulary"),
     ("--algo grpo --k-samples 1", "--k-samples 1 leaves GRPO nothing to compare"),
     ("--data missing.txt", "--data missing.txt: No such file or directory"),
     ("--data {bytes}", "is no UTF-8 text"),
     ("--data {short}", "the text has 5 tokens"),
-    ("--block 60", "--block 60 has no room for windows of 70 tokens"),
+    ("--recipe published --block 60", "--block 60 has no room for windows of 70 tokens"),
     ("--mask-share 2", "--mask-share must lie between"),
     ("--resume", "--resume needs the --log-dir"),
     ("--algo magic", "magic"),
-    ("--log-dir {bytes}/run", "/run/config.json cannot be written: Not a directory"),
+    ("--log-dir {bytes}/run", "/run/tokens.bin cannot be written: Not a directory"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(
     options: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,30 +1,45 @@
-"""The corpus, the task, the report, and the commands as their user runs them."""
+"""The corpus, the task, the report, the controls, and the commands as their user runs them."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 import mini.__main__
-from mini.chess_data import Example, mirrored
-from mini.chess_reward import Verdict, judge
-from mini.chess_task import ChessTask, build_corpus, evaluate, report
-from mini.config import ChessConfig, EvalConfig
-from mini.generate import Sampling
-from mini.model import GPT
+import mini.chess_lines
+from mini.chess_lines import (
+    ANSWER_AT,
+    BOARD_AT,
+    EMBEDDED,
+    ChessTask,
+    Example,
+    Verdict,
+    build_corpus,
+    controls,
+    embedded_model,
+    evaluate,
+    judge,
+    mirrored,
+    report,
+    shipped_examples,
+)
+from mini.config import ChessConfig, DataConfig, EvalConfig, SampleConfig, TextConfig
+from mini.model import GPT, Attention, Block, Sampling
 from mini.tokens import ChessTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini
 from toolkit import UsageError
 
-DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 40)
+DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 24)
 QUICK = (*DATA, "--warm-steps", 3, "--warm-batch", 4)
 # All answers are invalid after so short a warm start: only with a value head have they something to teach.
 STEPS = 2
@@ -35,9 +50,18 @@ A_TRUTH = "8/8/8/8/8/8/8/K1k5 w - - 0 1+0.001+0+0"
 P_TRUTH = "M: e2e4 c2c4 E: 0.42 0.21 B: e2e4"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_lines() -> Iterator[None]:
+    """A part of the shipped lines: each command reads them, and works out their legal moves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mini.chess_lines, "shipped_examples", lambda: shipped_examples()[:150])
+        yield
+
+
 @pytest.fixture(scope="module")
 def task() -> ChessTask:
-    config = EvalConfig(a_lines=400, held_out=64)
+    """By the published grammar."""
+    config = EvalConfig(a_lines=400, held_out=64, grammar="published")
     return ChessTask(ChessTokens(), config)
 
 
@@ -80,7 +104,7 @@ def test_report_by_hand(task: ChessTask) -> None:
     length = len(A_TRUTH.split("+")[0])
     assert report(verdicts, task) == pytest.approx({
         "reward": (1 + 0.8 - 0.3 + 1 + 0.4) / 5, "validity": 0.8, "exact_fen": 1 / 3,
-        "fen_similarity": (1 + 1 - 1 / length) / 3, "best_move": 0.5,
+        "fen_similarity": (1 + 1 - 1 / length) / 3, "best_move": 0.5, "legal": None,
     })  # fmt: skip
     assert report(verdicts[3:], task)["exact_fen"] is None
 
@@ -89,19 +113,56 @@ def test_evaluation_judges_each_prompt_once(task: ChessTask, monkeypatch: pytest
     """A model that always answers right is told so."""
     judged = list[Example]()
 
-    def judge_right(self: ChessTask, item: Example, completion: list[int]) -> Verdict:
+    def judge_right(self: ChessTask, item: Example, answer: str) -> Verdict:
         judged.append(item)
-        return judge(item.task, item.answer, item.answer)
+        return judge(item.task, item.answer, item.answer, item.fen)
 
     monkeypatch.setattr(ChessTask, "judge", judge_right)
-    from mini.chess_task import EMBEDDED
-
     torch.manual_seed(0)
     told = evaluate(GPT(EMBEDDED), task, Sampling(0.8, 50, 0.95, 5))
     assert judged == task.corpus.held_out["P"] + task.corpus.held_out["A"]
-    assert told["P"] == {"reward": 1, "validity": 1, "exact_fen": None, "fen_similarity": None, "best_move": 1}
-    assert told["A"] == {"reward": 1, "validity": 1, "exact_fen": 1, "fen_similarity": 1, "best_move": None}
+    assert told["P"] == {"reward": 1, "validity": 1, "exact_fen": None, "fen_similarity": None, "best_move": 1,
+                         "legal": 1}  # fmt: skip
+    assert told["A"] == {"reward": 1, "validity": 1, "exact_fen": 1, "fen_similarity": 1, "best_move": None,
+                         "legal": None}  # fmt: skip
     assert {name: told[name] for name in told["P"]} == dict.fromkeys(told["P"], 1)
+
+
+def test_controls_need_no_learning(task: ChessTask) -> None:
+    """By the published grammar, to copy the position pays almost as well as to be nearly right; by the strict one not.
+
+    What is left is to copy it with the other side to move.
+    """
+    published, strict = (controls(ChessTask(task.tokens, EvalConfig(grammar=grammar, held_out=32, a_lines=200)))
+                         for grammar in ("published", "strict"))  # fmt: skip
+    assert list(strict) == list(published) == ["blind", "copied", "copied, other side", "five fixed moves",
+                                               "random legal moves"]  # fmt: skip
+    assert published["copied"]["reward"] == pytest.approx(0.79375)
+    assert published["random legal moves"]["legal"] is None
+    assert strict["copied"]["validity"] == strict["copied"]["exact_fen"] == 1 / 32  # after the one illegal move
+    assert strict["copied, other side"]["validity"] == 31 / 32
+    assert strict["copied"]["reward"] < 0 < strict["copied, other side"]["reward"] < 0.8
+    assert strict["random legal moves"]["legal"] == strict["random legal moves"]["validity"] == 1
+    assert strict["five fixed moves"]["legal"] < 0.5
+
+
+@torch.no_grad()
+def test_the_embedded_model_begins_with_each_answers_square_at_the_prompts_own(task: ChessTask) -> None:
+    """The first head of the first layer looks from where a square is predicted to the prompt's same square."""
+    torch.manual_seed(0)
+    model, item = embedded_model(), task.corpus.held_out["A"][0]
+    assert model.config == EMBEDDED
+    prompt = task.prompt_ids(item)
+    assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
+    ids = torch.tensor([*prompt, *task.answer_ids(item)])
+    x = model.wte(ids) + model.wpe(torch.arange(len(ids)))
+    block = model.h[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.attn, Attention)
+    q, k, _ = block.attn.c_attn(block.ln_1(x)).split(EMBEDDED.n_embd, 1)
+    D = EMBEDDED.n_embd // EMBEDDED.n_head
+    looked_at = (q[ANSWER_AT : ANSWER_AT + 64, :D] @ k[:ANSWER_AT, :D].T).argmax(1) - BOARD_AT
+    assert (looked_at == torch.arange(64)).float().mean() > 0.7
 
 
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +172,7 @@ def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join([*lines, "A: 8/8 w+e2e4+e2e4+x+0+0+0"]))
     own = build_corpus(EvalConfig(data=path, held_out=10), ChessTokens())
-    assert "1 of" in capsys.readouterr().out
+    assert f"{path}: 1 left out, " in capsys.readouterr().out
     assert [len(own.held_out[name]) for name in ("P", "A")] == [10, 10]
     assert len(own.train["A"]) <= 90
     with pytest.raises(UsageError, match="none are left to train on"):
@@ -132,7 +193,7 @@ def chess_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_chess_reports_before_and_after(chess_run: Trained) -> None:
     _, said, told = chess_run
-    names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move"}
+    names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal"}
     for moment in ("before", "after", "supervised"):
         assert set(told[moment]) == names | {"P", "A"}
         assert set(told[moment]["P"]) == set(told[moment]["A"]) == names
@@ -188,6 +249,7 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     done = run_mini("eval", "--init", model, *DATA, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
+    assert told.pop("controls") == chess_run[2]["controls"]
     assert {name: told[name] for name in told if name != "seconds"} == chess_run[2]["after"]
     done = run_mini("sample", "--init", model, "--a-lines", 200, "--k-samples", 2)
     assert done.returncode == 0, done.stderr
@@ -195,8 +257,40 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     assert "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0\n    is right" in done.stdout
 
 
+def test_steps_without_unequal_rewards_end_the_run(tmp_path: Path) -> None:
+    """All answers are invalid and have no value head: there is nothing to learn, and the exit code says so."""
+    done = run_mini("chess", *DATA, "--warm-steps", 1, "--warm-batch", 4, "--steps", 9, "--batch-size", 2,
+                    "--k-samples", 4, "--patience", 2, "--track", "none", "--no-control", "--log-dir", tmp_path,
+                    "--json")  # fmt: skip
+    assert done.returncode == 3
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["steps"] == 2
+    assert told["collapsed"] == "nothing to learn: in 2 steps all rewards of every group were equal"
+    assert told["collapsed"] in done.stderr
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_sampled_position_is_judged_strictly(chess_run: Trained) -> None:
+    """A run's folder stands for its model."""
+    done = run_mini("sample", "--init", chess_run[0], "--k-samples", 1, "--prompt", "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("log-probability") == 1
+    assert "is right" not in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
+
+
+@pytest.mark.parametrize("words", [
+    ["--data", "/nowhere"], ["--init", "/nowhere"], ["--held-out", "100000"], ["--track", "wandb"],
+    ["--max-new-tokens", "1000"],
+], ids=str)  # fmt: skip
+def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    done = run_mini("chess", "--a-lines", 50, "--warm-steps", 0, *words, "--log-dir", tmp_path / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), [
@@ -208,7 +302,7 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     (["chess", "--temperature", "nan"], "--temperature must lie between"),
     (["chess", "--k-samples", "1"], "nothing to compare"),
     (["chess", "--resume"], "--resume needs the --log-dir"),
-    (["chess", "--log-dir", "/proc/none"], "cannot be written"),
+    (["chess", "--log-dir", "/proc/none", "--a-lines", "50", "--held-out", "4"], "cannot be written"),
     (["chess", "--resume", "--log-dir", "/nowhere"], "has no checkpoint to resume from"),
     (["eval", "--init", "/nowhere"], "/nowhere/config.json: No such file"),
     (["eval", "--data", "/nowhere"], "/nowhere: No such file"),
@@ -217,7 +311,7 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     (["sample", "--prompt", "What?"], "--prompt must be"),
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
     (["sample", "--prompt", "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 900", "--warm-steps", "0", "--a-lines", "9"],
-     "no chess token for '900'"),
+     "no chess token for '90"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
     (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),
@@ -242,7 +336,7 @@ print(*(name for name in ("torch", "chess", "transformers", "tiktoken", "numpy")
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
-    assert "--kl-type {forward,reverse,symmetric}" in done.stdout
+    assert "--kl-type {exact,squared,forward,reverse,symmetric}" in done.stdout
     assert done.stdout.splitlines()[-2:] == ["code 0", " loaded"] or done.stdout.endswith("code 0\nloaded\n")
 
 
@@ -253,19 +347,21 @@ def test_the_two_programs_import_nothing_from_each_other() -> None:
     assert not [path for path in (root / "mini").glob("*.py") if "gpt_2048_rl" in path.read_text()]
 
 
-def test_every_option_has_a_word_of_help() -> None:
-    """And every number that can go wrong has its limits."""
-    from dataclasses import fields
-
-    from mini.config import RANGES
-
-    numeric = {field.name for field in fields(ChessConfig) if "int" in str(field.type) or "float" in str(field.type)}
-    assert numeric <= RANGES.keys()
+@pytest.mark.parametrize("kind", [ChessConfig, DataConfig, EvalConfig, SampleConfig, TextConfig])
+def test_every_number_has_its_limits(kind: type) -> None:
+    """And keeps to them by default."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        plain = getattr(hint, "__origin__", hint)
+        if {int, float} & {plain, *getattr(plain, "__args__", ())}:
+            ((low, high),) = hint.__metadata__
+            value = getattr(kind(), name)
+            assert value is None or low <= value <= high
 
 
 @pytest.mark.long
-def test_the_default_job_learns(tmp_path: Path) -> None:
+def test_the_default_job_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both tasks, trained together, gain 0.2 of sampled reward from the warm start within 15 of the job's 40 steps."""
+    monkeypatch.setattr(mini.chess_lines, "shipped_examples", shipped_examples)
     done = run_mini("chess", "--json", "--no-control", "--steps", 15, "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,715 @@
+"""Chess as text: lines, the judge, the controls, and the commands chess, eval and sample.
+
+    P: FEN M: up to five moves E: their evals B: the best      policy: what to play (evals in pawns, for the mover)
+    A: FEN+move+history+new FEN+reward+terminated+truncated    environment: what a move does
+
+The answer of an A line starts after the history's `+`, that of a P line at `M:`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import chess
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mini import config as defaults
+from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Shaping
+from mini.grpo import Baseline, KlController, Rows, make_learner, supervised, train
+from mini.model import GPT, Attention, GptConfig, Sampling, generate
+from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say
+from mini.tokens import VOCABULARY, ChessTokens, Tokens
+from toolkit import UsageError
+
+Task = Literal["P", "A"]
+TASKS: tuple[Task, ...] = ("P", "A")
+SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
+HISTORY = 10  # at most this many moves in an A line, including its own
+ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
+OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document: a prompt and the right answer."""
+
+    task: Task
+    prompt: str
+    answer: str
+
+    @property
+    def fen(self) -> str:
+        """The position that the prompt asks about."""
+        return self.prompt[3:].partition("+")[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def parse_line(line: str) -> Example | None:
+    """Parse a corpus line; without a prefix it is an A line.  None if it is neither kind."""
+    line = line.replace("<|endoftext|>", "").strip()
+    if line.startswith("P:"):
+        prompt, moves, answer = line.partition("M:")
+        return Example("P", f"P: {prompt[2:].strip()}", moves + answer) if moves else None
+    fields = line.removeprefix("A:").strip().split("+")
+    if len(fields) != 7:
+        return None
+    return Example("A", f"A: {'+'.join(fields[:3])}+", "+".join(fields[3:]))
+
+
+def environment_line(board: chess.Board, move: chess.Move, history: list[str]) -> str:
+    """The A line of a move.  A legal move is also played on the board; `history` holds the moves before it."""
+    before = board.fen()
+    reward, terminated, truncated = ONGOING, 0, 0
+    if move not in board.legal_moves:
+        reward, truncated = ILLEGAL, 1
+    else:
+        board.push(move)
+        if outcome := board.outcome():  # mate, and draws that no player has to claim
+            reward, terminated = (DRAW if outcome.winner is None else MATE), 1
+    moves = " ".join([*history, move.uci()][-HISTORY:])
+    return f"A: {before}+{move.uci()}+{moves}+{board.fen()}+{reward}+{terminated}+{truncated}"
+
+
+def policy_line(fen: str, moves: list[str], evals: list[float], best: str) -> str:
+    """A P line, padded as in the published corpus."""
+    numbers = " ".join(f"{value:.2f}" for value in evals)
+    return f"P: {fen:90}M: {' '.join(moves):30}E: {numbers:40}B: {best}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Self-play
+
+
+def choose_move(board: chess.Board, rng: random.Random) -> chess.Move:
+    """A random move that favours checks, captures, castling and en passant, because these hardly occur otherwise."""
+    moves = list(board.legal_moves)
+    rare = [move for move in moves if board.is_castling(move) or board.is_en_passant(move)]
+    if rare and rng.random() < 0.5:
+        return rng.choice(rare)
+    if rng.random() < 0.5 and (checks := [move for move in moves if board.gives_check(move)]):
+        return rng.choice(checks)
+    if rng.random() < 0.25 and (captures := [move for move in moves if board.is_capture(move)]):
+        return rng.choice(captures)
+    return rng.choice(moves)
+
+
+def illegal_move(board: chess.Board, rng: random.Random) -> chess.Move:
+    """A forbidden move of one of the mover's pieces."""
+    own = list(chess.SquareSet(board.occupied_co[board.turn]))
+    while True:
+        move = chess.Move(rng.choice(own), rng.randrange(64))
+        if move.from_square != move.to_square and move not in board.legal_moves:
+            return move
+
+
+def self_play(rng: random.Random) -> Iterator[str]:
+    """An endless stream of A lines, game after game."""
+    while True:
+        board, history = chess.Board(), list[str]()
+        while not board.is_game_over() and board.fullmove_number < 150:
+            if rng.random() < 0.03:
+                yield environment_line(board, illegal_move(board, rng), history)
+                continue
+            move = choose_move(board, rng)
+            yield environment_line(board, move, history)
+            history.append(move.uci())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The judge.  An answer is judged once, first by a grammar, then field by field; rewards and reports read the verdict.
+#
+# Both grammars are stricter than the original's: fields must be in order with nothing around them, repeated moves break
+# the grammar, and only a fully exact answer gets 1.0.  The strict one, the default, also knows chess: a FEN has to
+# parse, with one king each and the right side to move; listed moves have to be legal.
+
+FORMAT = {"P": 2.0, "A": 4.0}  # weight of the grammar
+WEIGHTS = {"best": 4.0, "candidates": 1.5, "evals": 1.0, "legal": 6.0, "fen": 3.0, "flags": 2.0, "reward": 1.0}
+INVALID = -0.3  # reward of an answer that breaks the grammar
+LADDER = ((0.4, 0.2), (0.6, 0.4), (0.8, 0.6), (0.95, 0.8))  # raw score below -> reward
+NEARLY = LADDER[-1][1]  # the most that an answer can get that is not exact
+EVALS_EXACT = 0.95  # evals with this score or more count as exact
+REWARD_TOLERANCE = 0.01
+
+MOVE = r"[a-h][1-8][a-h][1-8][qrbn]?"
+NUMBER = r"-?\d{1,9}(?:\.\d{1,9})?"
+P_GRAMMAR = re.compile(rf"M:((?: +{MOVE}){{1,5}}) +E:((?: +{NUMBER}){{1,5}}) +B: +({MOVE})")
+A_GRAMMAR = re.compile(rf"([^+\n]+)\+({NUMBER})\+([01])\+([01])")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of an answer against the right one."""
+
+    task: Task
+    valid: bool  # matches the grammar
+    scores: dict[str, float]  # per field, 0 to 1; empty if not valid
+    listed: int = 0  # moves of a P answer, valid or not, where the position is known
+    legal: int = 0  # of these
+
+    @property
+    def raw(self) -> float:
+        """Weighted mean of grammar and fields."""
+        if not self.valid:
+            return 0.0
+        content = sum(WEIGHTS[name] * score for name, score in self.scores.items())
+        return (FORMAT[self.task] + content) / (FORMAT[self.task] + sum(WEIGHTS[name] for name in self.scores))
+
+    @property
+    def exact(self) -> bool:
+        """Whether every field is right; evals may be slightly off."""
+        return self.valid and all(score >= (EVALS_EXACT if name == "evals" else 1.0)
+                                  for name, score in self.scores.items())  # fmt: skip
+
+
+def judge(task: Task, answer: str, truth: str, fen: str | None = None) -> Verdict:
+    """Judge an answer; by the strict grammar if the prompt's position is given.
+
+    Raises ValueError if the truth itself breaks the grammar.
+    """
+    answer, truth = answer.strip(), truth.strip()
+    if task == "A":
+        scores = judge_environment(answer, truth, strict=fen is not None)
+        return Verdict(task, scores is not None, scores or {})
+    scores, listed = judge_policy(answer, truth), re.findall(MOVE, answer.partition("E:")[0])
+    legal = len({*listed} & {move.uci() for move in chess.Board(fen).legal_moves}) if fen else 0  # repeated: not legal
+    if scores is not None and fen:
+        scores["legal"] = legal / len(listed)
+    return Verdict(task, scores is not None, scores or {}, len(listed) if fen else 0, legal)
+
+
+def shaped(verdict: Verdict, shaping: Shaping = "graduated") -> float:
+    """A verdict's reward."""
+    linear = INVALID + (1 - INVALID) * verdict.raw
+    if shaping == "linear":
+        return linear
+    if shaping == "binary" or verdict.exact:
+        return float(verdict.exact)
+    if not verdict.valid or shaping == "capped":
+        return min(linear, NEARLY)
+    return next((reward for below, reward in LADDER if verdict.raw < below), NEARLY)
+
+
+def parse_policy(answer: str) -> tuple[dict[str, float], str] | None:
+    """Each candidate's eval, and the best move; None if the answer breaks the grammar."""
+    parts = P_GRAMMAR.fullmatch(answer)
+    if not parts:
+        return None
+    moves, evals, best = parts[1].split(), [float(number) for number in parts[2].split()], parts[3]
+    distinct = len(set(moves)) == len(moves) == len(evals) and all(move[:2] != move[2:4] for move in moves)
+    return (dict(zip(moves, evals, strict=True)), best) if distinct and best in moves else None
+
+
+def judge_policy(answer: str, truth: str) -> dict[str, float] | None:
+    """Scores of best move, candidates and evals; None if the answer breaks the grammar."""
+    right, given = parse_policy(truth), parse_policy(answer)
+    if right is None:
+        raise ValueError(f"no answer of a P line: {truth!r}")
+    if given is None:
+        return None
+    (evals, best), (right_evals, right_best) = given, right
+    shared = evals.keys() & right_evals.keys()
+    close = sum(max(0.0, 1 - abs(evals[move] - right_evals[move]) / (1 + abs(right_evals[move]))) for move in shared)
+    return {"best": float(best == right_best), "candidates": len(shared) / max(len(evals), len(right_evals)),
+            "evals": close / len(right_evals)}  # fmt: skip
+
+
+def levenshtein(a: str, b: str) -> int:
+    """The smallest number of single characters to insert, delete or replace."""
+    previous = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(previous[j - 1] + (x != y), previous[j] + 1, row[-1] + 1))
+        previous = row
+    return previous[-1]
+
+
+def similarity(a: str, b: str) -> float:
+    """From 0 for texts with nothing in common to 1 for equal texts."""
+    return 1 - levenshtein(a, b) / max(len(a), len(b)) if a != b else 1.0
+
+
+def read_board(fen: str) -> chess.Board:
+    """The position of a FEN.  Raises ValueError if it does not parse, or without one king each."""
+    board = chess.Board(fen)
+    if any(len(board.pieces(chess.KING, colour)) != 1 for colour in chess.COLORS):
+        raise ValueError("not one king each")
+    return board
+
+
+def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float] | None:
+    """Scores of the new position, the flags and the reward; None if the answer breaks the grammar."""
+    right, given = A_GRAMMAR.fullmatch(truth), A_GRAMMAR.fullmatch(answer)
+    if right is None:
+        raise ValueError(f"no answer of an A line: {truth!r}")
+    if given is None:
+        return None
+    if strict:
+        try:
+            if read_board(given[1]).turn != chess.Board(right[1]).turn:
+                return None
+        except ValueError:
+            return None
+    return {"fen": similarity(given[1], right[1]), "flags": float(given.group(3, 4) == right.group(3, 4)),
+            "reward": float(abs(float(given[2]) - float(right[2])) < REWARD_TOLERANCE)}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corpus and task
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by task: training and held-out."""
+
+    train: dict[Task, list[Example]]
+    held_out: dict[Task, list[Example]]
+
+
+def shipped_examples() -> list[Example]:
+    """The P lines shipped with the package."""
+    try:
+        return [example for line in SHIPPED.read_text().splitlines() if (example := parse_line(line))]
+    except OSError as error:
+        raise UsageError(f"{SHIPPED}: {error.strerror}") from None
+
+
+def mirrored(example: Example) -> Example:
+    """The same P line with colours exchanged.  Evals are from the mover's side, so they stay."""
+
+    def flipped(moves: str) -> str:
+        return re.sub(r"([a-h])([1-8])", lambda square: square[1] + str(9 - int(square[2])), moves)
+
+    return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", flipped(example.answer))
+
+
+def best_first(example: Example) -> Example:
+    """The same P line with its best move first, the others by eval, and evals in whole pawns.
+
+    The judge ignores the order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
+    hundredths of a pawn are noise: a model spends its warm start on both.
+    """
+    moves, evals, (best,) = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
+    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))
+    pawns = " ".join(f"{max(-99, min(99, round(float(value))))}.00" for _, value in pairs)
+    return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} E: {pawns} B: {best}")
+
+
+def read_example(line: str, tokens: Tokens) -> Example:
+    """A corpus line.  Raises ValueError with the reason why it cannot be used."""
+    example = parse_line(line)
+    if not example:
+        raise ValueError("neither a P nor an A line")
+    judge(example.task, example.answer, example.answer)
+    board = read_board(example.fen)
+    flagged = example.answer.strip().endswith("+1")  # an A line may show that a move is illegal
+    moves = [example.prompt.split("+")[1]] if example.task == "A" else re.findall(MOVE, example.answer)
+    if example.task == "A":
+        read_board(example.answer.partition("+")[0])
+    for move in () if flagged else moves:
+        if chess.Move.from_uci(move) not in board.legal_moves:
+            raise ValueError("an illegal move")
+    tokens.encode(example.prompt)
+    tokens.encode(example.answer)
+    return example
+
+
+def read_corpus(path: Path, limit: int, tokens: Tokens) -> list[Example]:
+    """The usable lines among the first `limit` of a file; says which ones are not, and why."""
+    examples, dropped = list[Example](), defaultdict[str, list[int]](list)
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(islice(file, limit), 1):
+                try:
+                    examples += [read_example(line, tokens)] if line.strip() else []
+                except ValueError as error:
+                    dropped[re.sub(r"'.*'|\S*\d\S*", "...", str(error))].append(number)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8") from None
+    for reason, numbers in dropped.items():
+        say(f"{path}: {len(numbers)} left out, {reason}: line {', '.join(map(str, numbers))}")
+    return examples
+
+
+def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
+    """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
+    if config.data:
+        examples = read_corpus(config.data, config.data_lines, tokens)
+        random.Random("held out").shuffle(examples)
+        train = {task: [e for e in examples if e.task == task] for task in TASKS}
+        held_out = {task: train[task][: config.held_out] for task in TASKS}
+    else:
+        policy = shipped_examples()
+        if config.held_out >= len(policy):
+            raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
+        far_apart = islice(self_play(random.Random("held out")), 0, 10 * config.held_out, 10)
+        held_out = {"P": policy[: config.held_out], "A": [e for line in far_apart if (e := parse_line(line))]}
+        played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
+        train = {"P": [best_first(example) for line in policy for example in (line, mirrored(line))],
+                 "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
+    forbidden = {example.prompt for examples in held_out.values() for example in examples}
+    forbidden |= {mirrored(example).prompt for example in held_out["P"]}
+    train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in TASKS}
+    for task in TASKS:
+        if not train[task]:
+            raise UsageError(f"--held-out {config.held_out}: of {len(held_out[task])} usable {task} lines none are "
+                             "left to train on")  # fmt: skip
+    say(" and ".join(f"{len(train[task])} {task}" for task in TASKS) + " lines to train on")
+    return Corpus(train, held_out)
+
+
+class ChessTask:
+    """Prompts of both tasks, and their rewards."""
+
+    def __init__(self, tokens: Tokens, config: ModelOptions) -> None:
+        self.config, self.tokens, self.end = config, tokens, tokens.end
+        self.strict = config.grammar == "strict"
+        self.shaping: Shaping = config.reward_shaping or ("capped" if self.strict else "graduated")
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Built when first needed, because sampling a finished model needs none."""
+        return build_corpus(self.config, self.tokens)
+
+    def draw(self, rng: random.Random, count: int, p_share: float = 0.5) -> list[Example]:
+        """Draw training documents; the number of P documents is rounded up or down at random."""
+        p_count = int(count * p_share + rng.random())
+        return [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
+
+    def prompt_ids(self, item: Example) -> list[int]:
+        """The prompt after an end token, as documents begin in GPT-2's own training."""
+        return [self.end, *self.tokens.encode(item.prompt)]
+
+    def answer_ids(self, item: Example) -> list[int]:
+        """The right answer and the end token."""
+        blank = " " if item.task == "P" else ""
+        return [*self.tokens.encode(blank + item.answer), self.end]
+
+    def right_answers(self, name: str, device: torch.device, p_share: float = 0.5) -> Callable[[int], Rows]:
+        """Rows of a supervised step, by step: the same for the same name and --seed."""
+        rng = random.Random(f"{name} {self.config.seed}")
+
+        def rows(step: int) -> Rows:
+            items = self.draw(rng, self.config.warm_batch, p_share)
+            return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
+                                     self.end, device)  # fmt: skip
+
+        return rows
+
+    def judge(self, item: Example, answer: str) -> Verdict:
+        """Judge an answer against the right one."""
+        return judge(item.task, answer, item.answer, item.fen if self.strict else None)
+
+    def rewards(self, items: Sequence[Example], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
+        """Rewards (B, K); mean reward and validity of each task."""
+        verdicts = [[self.judge(item, self.tokens.decode(row)) for row in rows]
+                    for item, rows in zip(items, completions, strict=True)]  # fmt: skip
+        rewards = torch.tensor([[shaped(verdict, self.shaping) for verdict in group] for group in verdicts])
+        figures = {}
+        for task in TASKS:
+            group = torch.tensor([item.task == task for item in items])
+            if group.any():
+                figures[f"reward/{task}"] = rewards[group].mean().item()
+                valid = [verdict.valid for row in verdicts for verdict in row if verdict.task == task]
+                figures[f"valid/{task}"] = sum(valid) / len(valid)
+        return rewards, figures
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held-out report, and the controls beside it
+
+MEASURES = ("reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal")
+Report = dict[str, Any]
+
+
+def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | None]:
+    """Means over held-out prompts; None where no prompt applies.  An invalid answer has similarity 0."""
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    scores = {kind: [v.scores for v in verdicts if v.task == kind] for kind in TASKS}
+    listed = sum(verdict.listed for verdict in verdicts)
+    return {
+        "reward": mean([shaped(verdict, task.shaping) for verdict in verdicts]),
+        "validity": mean([float(verdict.valid) for verdict in verdicts]),
+        "exact_fen": mean([float(score.get("fen") == 1) for score in scores["A"]]),
+        "fen_similarity": mean([score.get("fen", 0.0) for score in scores["A"]]),
+        "best_move": mean([score.get("best", 0.0) for score in scores["P"]]),
+        "legal": sum(verdict.legal for verdict in verdicts) / listed if listed else None,
+    }
+
+
+def report_on(answers: dict[Task, list[str]], task: ChessTask) -> Report:
+    """The report on one answer for each held-out prompt, over all tasks and for each."""
+    judged = {kind: [task.judge(item, text) for item, text in zip(task.corpus.held_out[kind], texts, strict=True)]
+              for kind, texts in answers.items()}  # fmt: skip
+    by_task: Report = {kind: report(verdicts, task) for kind, verdicts in judged.items()}
+    return {**report([verdict for verdicts in judged.values() for verdict in verdicts], task), **by_task}
+
+
+def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> Report:
+    """One sampled answer per held-out prompt, with the same random numbers every time."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    answers: dict[Task, list[str]] = {}
+    for kind in TASKS:
+        prompts = [task.prompt_ids(item) for item in task.corpus.held_out[kind]]
+        made = [generate(model, prompts[i : i + 32], 1, sampling, task.end, generator).tokens(task.end)
+                for i in range(0, len(prompts), 32)]  # fmt: skip
+        answers[kind] = [task.tokens.decode(row) for part in made for (row,) in part]
+    return report_on(answers, task)
+
+
+def listed(moves: Sequence[str]) -> str:
+    """A P answer that holds the first move for the best, and all for equal."""
+    return f"M: {' '.join(moves)} E: {' '.join(['0.00'] * len(moves))} B: {moves[0]}"
+
+
+def average_board(examples: Sequence[Example]) -> str:
+    """The commonest content of each square in the answers, with the commonest squares of the kings."""
+    boards = [chess.Board(example.answer.partition("+")[0]) for example in examples]
+    average = chess.Board.empty()
+    for square in chess.SQUARES:
+        average.set_piece_at(square, Counter(board.piece_at(square) for board in boards).most_common(1)[0][0])
+    for colour in chess.COLORS:
+        for square in average.pieces(chess.KING, colour):
+            average.remove_piece_at(square)
+        home = Counter(board.king(colour) for board in boards).most_common(1)[0][0]
+        average.set_piece_at(home or 0, chess.Piece(chess.KING, colour))
+    return average.board_fen()
+
+
+def controls(task: ChessTask) -> dict[str, Report]:
+    """What needs no learning, on the held-out prompts: answers that ignore the prompt or copy it, and legal moves."""
+    corpus, rng, goes_on = task.corpus, random.Random(0), f"+{ONGOING}+0+0"
+    boards = [average_board(corpus.train["A"][:2000]), "8/8/8/8/8/8/8/8", "4k3/8/8/8/8/8/8/4K3"]
+    blind = ["x" + goes_on, *(f"{board} {side} - - 0 1{goes_on}" for board in boards for side in "wb")]
+    documents = corpus.train["P"][:2000]
+    likely = Counter(move for e in documents for move in re.findall(MOVE, e.answer.partition("E:")[0]))
+    legal = Counter(move.uci() for e in documents for move in chess.Board(e.fen).legal_moves)
+    fixed = [listed([move for move, _ in counts.most_common(5)]) for counts in (likely, legal)]
+
+    def random_moves(item: Example) -> str:
+        moves = [move.uci() for move in chess.Board(item.fen).legal_moves]
+        return listed(rng.sample(moves, min(5, len(moves))))
+
+    def other_side(fen: str) -> str:
+        return re.sub(" [wb] ", " b " if " w " in fen else " w ", fen, count=1)
+
+    columns: dict[str, list[tuple[Task, Callable[[Example], str]]]] = {
+        "blind": [("A", lambda item, text=text: text) for text in blind],  # type: ignore[misc]
+        "copied": [("A", lambda item: item.fen + goes_on)],
+        "copied, other side": [("A", lambda item: other_side(item.fen) + goes_on)],
+        "five fixed moves": [("P", lambda item, text=text: text) for text in fixed],  # type: ignore[misc]
+        "random legal moves": [("P", random_moves)],
+    }
+    reports = {name: [report_on({kind: [answer(item) for item in corpus.held_out[kind]]}, task)
+                      for kind, answer in tried] for name, tried in columns.items()}  # fmt: skip
+    return {name: max(each, key=lambda told: told["reward"]) for name, each in reports.items()}  # the best of them
+
+
+def table(columns: dict[str, Report]) -> str:
+    """Reports, one a row, each task by itself."""
+    names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
+             "P": ("reward", "validity", "legal", "best_move")}  # fmt: skip
+    parts = []
+    for kind, measures in names.items():
+        parts.append(f"{kind:24}" + "".join(f"{name:>16}" for name in measures))
+        parts += [f"{label:24}" + "".join(f"{f'{value:.3f}' if (value := told[kind][name]) is not None else '':>16}"
+                                          for name in measures)
+                  for label, told in columns.items() if kind in told]  # fmt: skip
+    return "\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded model
+
+EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
+BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
+POSITION = 71  # tokens of a FEN
+WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
+
+
+@torch.no_grad()
+def embedded_model() -> GPT:
+    """A GPT-2 whose start values say which tokens are about the same square.
+
+    Its attention begins by copying (start_by_copying), so it has to know from where.  An answer's square starts with
+    the position embedding of the prompt's same square, and so do the tokens that name this square in a move.  A square
+    is half its file and rank, half itself.  The first layer compares places only, and copies what it finds there.
+    """
+    model = GPT(EMBEDDED)
+    model.start_by_copying(12, 1.0)
+    C, D, wpe, wte = EMBEDDED.n_embd, EMBEDDED.n_embd // EMBEDDED.n_head, model.wpe.weight, model.wte.weight
+    files, ranks, own, sorts = (0.1 * torch.randn(n, C - WHAT) for n in (8, 8, 64, 2))
+    squares = (files.repeat(8, 1) + ranks.repeat_interleave(8, 0)) / 2 + own / math.sqrt(2)  # in the order of a FEN
+    wpe *= 5  # places decide what is looked at
+    wpe[:, :WHAT] = 0
+    wpe[MOVES_AT] *= 0.2
+    wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
+    wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
+    wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
+    ends = {end: 0.2 * torch.randn(WHAT) for end in ("from", "to")}
+    for i, (kind, text) in enumerate(VOCABULARY):
+        wte[i] *= 1 if kind in ends else 5
+        if kind in ("square", "side", "castling", "en passant", "tens", "ones"):
+            wte[i, :WHAT] *= 2
+            wte[i, WHAT:] *= 0.2
+        if kind in ends:
+            wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
+            wte[i, :WHAT] += ends[kind]
+    first, second = (cast(Attention, block.attn).c_attn for block in list(model.h)[:2])
+    first.weight[: 2 * C, :WHAT] = 0
+    for sort, pull, half in ((0, 7, slice(0, C // 2)), (1, 4, slice(C // 2, C))):  # half prefers the board, half moves
+        first.bias[half] = pull * first.weight[C:][half] @ F.pad(sorts[sort], (WHAT, 0))
+    for head, end in enumerate(ends):  # a head of the second layer looks at each end of a move
+        named = F.layer_norm(wte[[i for i, (kind, _) in enumerate(VOCABULARY) if kind == end]], (C,)).mean(0)  # (C,)
+        one = slice(head * D, (head + 1) * D)
+        second.bias[one] = 100 * second.weight[C:][one] @ named
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
+    """The model before its warm start, the task, and the sampling options."""
+    folder = config.init / "model" if config.init and (config.init / "model").is_dir() else config.init
+    tokens: Tokens = load_tokens(folder) if folder else ChessTokens()
+    torch.manual_seed(config.seed)
+    model = load_model(folder) if folder else embedded_model()
+    model.to(device_of(config.device))
+    say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, on {model.device}")
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
+    if sampling.max_new_tokens >= model.config.n_positions:
+        raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
+    return model, ChessTask(tokens, config), sampling
+
+
+def warm_start(model: GPT, task: ChessTask, config: ModelOptions) -> None:
+    """Supervised steps before GRPO, if any are configured."""
+    steps = config.warm_steps if config.warm_steps is not None else 0 if config.init else defaults.EMBEDDED_WARM_STEPS
+    rows = task.right_answers("warm start", model.device, config.warm_p_share)
+    supervised(model, rows, config.warm_lr, steps, say=say)
+
+
+def step_line(number: int, steps: int, figures: Figures) -> str:
+    """One printed line for a step of GRPO."""
+    by_task = {kind: "  ".join(f"{task} {figures[f'{kind}/{task}']:.2f}" for task in TASKS
+                               if f"{kind}/{task}" in figures) for kind in ("reward", "valid")}  # fmt: skip
+    parts = " + ".join(f"{figures[f'seconds/{part}']:.1f} {part}" for part in ("generate", "score", "train"))
+    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}"
+            f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}  clip {figures['clip_share']:.3f}"
+            f"  entropy {figures['entropy']:.2f}  no spread {figures['zero_spread']:.0%}"
+            f"  {figures['seconds']:.1f} s ({parts})")  # fmt: skip
+
+
+def chess_command(config: ChessConfig) -> dict[str, Any]:
+    """Warm start, GRPO, supervised training from the same start for the same time; reports on all, and controls."""
+    began = time.perf_counter()
+    run = Run(config)
+    checkpoint = run.load() if config.resume else None
+    model, task, sampling = prepare(config)
+    blind = controls(task)
+    run.begin()
+    if checkpoint:
+        model = load_model(run.folder / "start").to(model.device)
+    else:
+        warm_start(model, task, config)
+        save_model(model, task.tokens, run.folder / "start", config.init)
+        run.extra["before"] = evaluate(model, task, sampling)
+        say(table({**blind, "warm start": run.extra["before"]}))
+    lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.EMBEDDED_LR
+    learner = make_learner(
+        copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
+        baseline=Baseline(config.baseline_type, config.scale_by_std, config.ema_alpha),
+        kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
+    )  # fmt: skip
+    if checkpoint:
+        restore(learner.restore, checkpoint, run.saved)
+    lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
+             for name, told in blind.items() for kind in TASKS if kind in told}  # fmt: skip
+    flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
+                      lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
+    save_model(learner.model, task.tokens, run.folder / "model", config.init)
+    reports = {"before": run.extra["before"], "after": evaluate(learner.model, task, sampling)}
+    if config.control:
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
+        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", model.device)
+        supervised(control, rows, config.warm_lr, seconds=learner.seconds)
+        reports["supervised"] = evaluate(control, task, sampling)
+    say(table({**blind, **reports}))
+    say(flat or f"{run.folder}: models, checkpoint and curves")
+    return {**reports, "controls": blind, "collapsed": flat, "steps": learner.step, "rl_seconds": learner.seconds,
+            "seconds": time.perf_counter() - began}  # fmt: skip
+
+
+def eval_command(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate a model."""
+    began = time.perf_counter()
+    model, task, sampling = prepare(config)
+    blind = controls(task)
+    warm_start(model, task, config)
+    result = evaluate(model, task, sampling)
+    say(table({**blind, str(config.init or "warm start"): result}))
+    return {**result, "controls": blind, "seconds": time.perf_counter() - began}
+
+
+def right_answer(prompt: str) -> str | None:
+    """The answer of python-chess to an A prompt; None for a P prompt.  Raises UsageError for anything else."""
+    try:
+        if prompt.startswith("P:"):
+            read_board(prompt[2:].strip())
+            return None
+        fen, move, history, nothing = prompt.removeprefix("A:").strip().split("+")
+        before = history.split()[:-1]
+        example = parse_line(environment_line(read_board(fen), chess.Move.from_uci(move), before))
+        if nothing or not prompt.startswith("A:") or not example:
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"--prompt must be 'P: FEN' or 'A: FEN+move+history+', not {prompt!r}") from None
+    return example.answer
+
+
+def sample_command(config: SampleConfig) -> dict[str, Any]:
+    """Print completions of one prompt with their verdicts."""
+    prompt = OPENING if config.prompt is None else config.prompt.strip()
+    truth, item = right_answer(prompt), Example("P", prompt, "")
+    model, task, sampling = prepare(config)
+    try:
+        ids = task.prompt_ids(item)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    warm_start(model, task, config)
+    generator = torch.Generator(model.device).manual_seed(config.seed)
+    made = generate(model, [ids], config.k_samples, sampling, task.end, generator)
+    for row, log_prob in zip(made.tokens(task.end)[0], made.log_probs[0].sum(1).tolist(), strict=True):
+        text = task.tokens.decode(row)
+        if truth is None:
+            said = "valid" if parse_policy(text.strip()) else "invalid"
+        else:
+            verdict = judge("A", text, truth, item.fen if task.strict else None)
+            said = f"reward {shaped(verdict, task.shaping):.1f}, raw score {verdict.raw:.3f}"
+        print(f"{text}\n    log-probability {log_prob:.2f}, {said}")
+    if truth is not None:
+        print(f"{truth}\n    is right")
+    return {}

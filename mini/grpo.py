@@ -1,0 +1,478 @@
+"""GRPO: the formulas, then the loop; supervised training beside it.
+
+The loss is in `update`, at (17).  Numbers in brackets refer to the formulas in README.md.
+
+    B prompts    K completions of each    N = B * K rows    S tokens of a padded prompt    T tokens of a completion
+    C width    V vocabulary    n rows of a micro-batch
+
+    lp   log-probability of a token under the policy in training         old  the same when it was sampled
+    ref  the same under the frozen start
+
+Only sums outlive a step.  Completions are stored as ids.  Logits exist for one micro-batch at a time, and only for
+completion tokens, because prompts are read but not trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mini.config import BaselineType, ChessConfig, KlType
+from mini.model import GPT, Cache, Completions, Diverged, Sampling, generate, left_pad, policy_log_probs
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss, token by token
+
+
+def policy_loss(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's clipped objective, as a loss: (N, T) each -> (N, T)."""
+    ratio = (lp - old).exp()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return -torch.minimum(ratio * advantages, clipped * advantages)  # (1)
+
+
+def is_clipped(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """Where clipping removes the gradient: (N, T) of bool."""
+    ratio = (lp - old).exp()
+    return ((ratio > 1 + clip_range) & (advantages > 0)) | ((ratio < 1 - clip_range) & (advantages < 0))
+
+
+def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(policy || start) over the whole vocabulary: (..., V) each -> (...).  Its gradient is its own."""
+    log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)  # (2)
+
+
+def kl_estimate(lp: Tensor, ref: Tensor, kind: KlType) -> Tensor:
+    """An estimate of the KL divergence for each sampled token, never below 0: (N, T).
+
+    Its mean over the policy's tokens is KL(policy || start) for forward, KL(start || policy) for reverse, the mean of
+    both for symmetric.  Its gradient is another: forward's is that of KL(start || policy), reverse's is that of
+    neither.  `squared` is the opposite: its mean is only near KL(policy || start), and its gradient is exact.
+    """
+    d = ref - lp
+    forward = d.exp() - d - 1  # (3)
+    reverse = d * d.exp() - d.exp() + 1  # (4)
+    symmetric = (forward + reverse) / 2  # (5)
+    return {"forward": forward, "reverse": reverse, "symmetric": symmetric, "squared": d**2 / 2}[kind]  # (6)
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Entropy of whole distributions, from their log-probabilities: (..., V) -> (...)."""
+    return -(log_probs.exp() * log_probs).sum(-1)  # (7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+@dataclass
+class Baseline:
+    """What a completion's reward is compared with."""
+
+    kind: BaselineType = "group_mean"
+    scale_by_std: bool = False  # group_mean: divide by the group's standard deviation
+    ema_alpha: float = 0.1
+    ema: float | None = None  # the only state
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """rewards (B, K) -> (B, K).
+
+        A group of equal rewards gets advantages of exactly 0, not a rounding error divided by a tiny deviation.
+        The exception is the ema baseline: it compares groups with one another, so equal rewards can have an advantage.
+        """
+        if self.kind == "ema":
+            batch_mean = rewards.mean().item()
+            before = batch_mean if self.ema is None else self.ema
+            self.ema = (1 - self.ema_alpha) * before + self.ema_alpha * batch_mean
+            return rewards - before  # (10)
+        mean = rewards.mean(1, keepdim=True)  # (B, 1)
+        std = rewards.std(1, correction=1, keepdim=True)
+        if self.kind == "group_mean":
+            advantages = rewards - mean  # (8)
+            if self.scale_by_std:
+                advantages = advantages / (std + 1e-4)  # (9)
+        elif self.kind == "adaptive":
+            median = rewards.quantile(0.5, 1, keepdim=True)  # for even K, the mean of the middle two
+            advantages = rewards - torch.where(std > 0.1, median, mean)  # (11)
+        else:
+            others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+            advantages = rewards - others  # (12)
+        return advantages.masked_fill(zero_spread(rewards)[:, None], 0)
+
+
+def zero_spread(rewards: Tensor) -> Tensor:
+    """Whether all rewards of a group are equal: (B, K) -> (B,) of bool."""
+    return rewards.amax(1) == rewards.amin(1)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalized advantage estimation over the tokens of each completion: (N, T) each -> (N, T).
+
+    Completions are padded on the right; the padding's content does not matter.  The value head's target is
+    advantage + value.
+    """
+    advantages = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])  # advantage of the next token
+    next_value = torch.zeros_like(following)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (13)
+        following = (delta + gamma * lam * following) * mask[:, t]  # (14)
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = following
+    return advantages
+
+
+class ValueHead(nn.Module):
+    """Hidden states -> the expected reward: C -> C / 2 -> 1.  Predicts 0 until it is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width // 2)
+        self.out = nn.Linear(width // 2, 1)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, C) -> (N, T)."""
+        value: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
+        return value
+
+
+@dataclass
+class KlController:
+    """The weight of the KL divergence, fixed or adapted towards a target (Ziegler et al., 2019)."""
+
+    coef: float
+    adaptive: bool = False
+    target: float = 0.01  # nats a token
+    horizon: float = 10_000.0  # completions
+
+    def update(self, kl: float, completions: int) -> None:
+        """Adapt the weight after a step with this many completions and this mean KL divergence."""
+        if self.adaptive:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * completions / self.horizon  # (15)
+
+
+def warmed_up(coef: float, seen: float, warmup: float) -> float:
+    """The weight after `seen` of `warmup` steps or tokens."""
+    return coef * min(1.0, seen / warmup) if warmup else coef  # (16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: prompts with their completions
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts padded on the left, completions on the right, side by side."""
+
+    ids: Tensor  # (N, S + T)
+    mask: Tensor  # (N, S + T)
+    S: int
+    K: int = 1  # this many successive rows share a prompt
+
+    @staticmethod
+    def of_completions(made: Completions) -> Rows:
+        """Each completion after its prompt."""
+        k = made.ids.shape[1]
+        ids = torch.cat((made.prompt_ids.repeat_interleave(k, 0), made.ids.flatten(0, 1)), 1)
+        mask = torch.cat((made.prompt_mask.repeat_interleave(k, 0), made.mask.flatten(0, 1)), 1)
+        return Rows(ids, mask, made.prompt_ids.shape[1], k)
+
+    @staticmethod
+    def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
+                     ) -> Rows:  # fmt: skip
+        """Each right answer after its prompt."""
+        prompt_ids, prompt_mask = left_pad(prompts, pad, device)
+        flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad, device)
+        ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
+        return Rows(ids, torch.cat((prompt_mask, flipped_mask.flip(1)), 1), prompt_ids.shape[1])
+
+    @property
+    def answer_mask(self) -> Tensor:
+        """(N, T)."""
+        return self.mask[:, self.S :]
+
+    def micro_batches(self, size: int) -> list[Tensor]:
+        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together."""
+        groups = torch.arange(len(self.ids), device=self.ids.device).view(-1, self.K)  # (B, K)
+        longest = self.mask.sum(1).view(-1, self.K).amax(1)  # (B,)
+        return [part.flatten() for part in groups[longest.argsort(stable=True)].split(max(1, size // self.K))]
+
+    def pick(self, rows: Tensor, K: int = 1) -> Rows:
+        """Some rows, K per prompt, without the columns that are padding in all of them."""
+        used = self.mask[rows].any(0)
+        first = int(used[: self.S].int().argmax())
+        last = self.S + int(used[self.S :].sum())
+        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
+
+
+class LanguageModel(Protocol):
+    """Anything that gives token probabilities: a GPT, or a reference that is not one."""
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the completions' tokens (n, T) and of all tokens (n, T, V), and hidden states (n, T, C).
+
+    The state of a token scores the next one, so the prompt's last state scores the first completion token.  A prompt
+    is read once for all of its completions.  Padding gets exactly 0: it can be so unlikely that its ratio overflows,
+    and inf times a mask of 0 is NaN.
+    """
+    if rows.K == 1 or not isinstance(model, GPT):
+        hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
+    else:
+        prompt_ids, prompt_mask = (part[:: rows.K, : rows.S] for part in (rows.ids, rows.mask))  # (n / K, S)
+        cache = Cache(prompt_mask, rows.K, 0)
+        last = model(prompt_ids, prompt_mask, cache)[:, -1:].repeat_interleave(rows.K, 0)  # (n, 1, C)
+        hidden = torch.cat((last, model.go_on(rows.ids[:, rows.S : -1], cache)), 1)  # (n, T, C)
+    all_log_probs = policy_log_probs(model.logits(hidden), temperature)  # (n, T, V)
+    log_probs = all_log_probs.gather(2, rows.ids[:, rows.S :, None])[..., 0]  # (n, T)
+    return log_probs.masked_fill(~rows.answer_mask, 0), all_log_probs, hidden
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+
+
+@dataclass
+class Learner:
+    """Everything that changes from step to step."""
+
+    model: GPT
+    reference: LanguageModel  # the frozen start; the one part that does not change
+    value_head: ValueHead | None
+    optimizer: torch.optim.AdamW
+    baseline: Baseline
+    kl: KlController
+    rng: random.Random  # of the prompts
+    generator: torch.Generator  # of sampling
+    lr: float
+    step: int = 0
+    tokens: int = 0  # trained on
+    seconds: float = 0.0
+    flat: int = 0  # successive steps without any advantage
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint needs."""
+        return {
+            "model": self.model.state_dict(), "value_head": self.value_head and self.value_head.state_dict(),
+            "optimizer": self.optimizer.state_dict(), "ema": self.baseline.ema, "kl_coef": self.kl.coef,
+            "rng": self.rng.getstate(), "generator": self.generator.get_state(), "step": self.step,
+            "tokens": self.tokens, "seconds": self.seconds, "flat": self.flat,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.model.load_state_dict(state["model"])
+        if self.value_head:
+            self.value_head.load_state_dict(state["value_head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.baseline.ema, self.kl.coef = state["ema"], state["kl_coef"]
+        self.rng.setstate(state["rng"])
+        self.generator.set_state(state["generator"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.seconds, self.flat = state["seconds"], state["flat"]
+
+    def descend(self, max_grad_norm: float, real: bool = True) -> float:
+        """One optimizer step, if the gradient is a real one.  Returns its norm; raises Diverged if it is not finite."""
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise Diverged("gradient")
+        if real:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def make_learner(
+    model: GPT, reference: LanguageModel, lr: float, seed: int, *, value_head: bool = False,
+    head_lr: float | None = None, baseline: Baseline | None = None, kl: KlController | None = None,
+) -> Learner:  # fmt: skip
+    """A learner before its first step.  AdamW without weight decay, which would pull against the KL divergence."""
+    torch.manual_seed(seed)
+    head = ValueHead(model.config.n_embd).to(model.device) if value_head else None
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": lr}]
+    if head:
+        groups.append({"params": list(head.parameters()), "lr": lr if head_lr is None else head_lr})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    return Learner(model, reference, head, optimizer, baseline or Baseline(), kl or KlController(0.0),
+                   random.Random(f"prompts {seed}"), generator, lr)  # fmt: skip
+
+
+def set_lr(optimizer: torch.optim.AdamW, factor: float) -> None:
+    """Set every group's rate to this share of the one it began with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def clock(model: GPT) -> Callable[[], float]:
+    """Seconds of processor time, which a busy neighbour does not change; of a GPU, the seconds that pass."""
+    return time.process_time if model.device.type == "cpu" else time.perf_counter
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Supervised training
+
+
+def likelihood(model: GPT, rows: Rows) -> float:
+    """Accumulate the gradient of the cross-entropy of right answers.  Returns it in nats a token."""
+    mean, total = 0.0, rows.answer_mask.sum()
+    for chosen in rows.micro_batches(8):
+        part = rows.pick(chosen)
+        log_probs, _, _ = score(model, part, 1.0)
+        loss = -log_probs.sum() / total
+        loss.backward()
+        mean += loss.item()
+    return mean
+
+
+def supervised(
+    model: GPT,
+    draw: Callable[[int], Rows],
+    lr: float,
+    steps: float = math.inf,
+    seconds: float = math.inf,
+    decay: float = 0.5,
+    say: Callable[[str], None] = lambda line: None,
+) -> GPT:
+    """Train on right answers, drawn by step, for `steps` or `seconds`, whichever ends first.
+
+    The rate warms up in ten steps, because Adam's first steps have full length however noisy the gradient is, and falls
+    to 0 in the last share `decay`, for a steady end.
+    """
+    learner, now = make_learner(model, model, lr, 0), clock(model)
+    began = now()
+    while learner.step < steps and now() - began < seconds:
+        loss = likelihood(model, draw(learner.step))
+        left = 1 - max(learner.step / steps, (now() - began) / seconds)  # 1 to 0
+        set_lr(learner.optimizer, min(1.0, left / (decay or left), (learner.step + 1) / 10))
+        learner.descend(1.0)
+        learner.step += 1
+        if learner.step % 100 == 0 or learner.step == steps:
+            say(f"supervised step {learner.step}  loss {loss:.3f} nats a token")
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GRPO
+
+Item = TypeVar("Item")
+
+
+class Task(Protocol[Item]):
+    """What to learn: prompts, and a judge of completions."""
+
+    end: int
+
+    def draw(self, rng: random.Random, count: int) -> list[Item]: ...
+
+    def prompt_ids(self, item: Item) -> list[int]: ...
+
+    def rewards(self, items: Sequence[Item], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
+        """Rewards (B, K) of K completions of each item, and figures for the log."""
+
+
+def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
+    """GRPO from the learner's current step on; yields each step's figures."""
+    now = clock(learner.model)
+    while learner.step < config.steps:
+        seconds = [now()]
+        items = task.draw(learner.rng, config.batch_size)
+        prompts = [task.prompt_ids(item) for item in items]
+        made = generate(learner.model, prompts, config.k_samples, sampling, task.end, learner.generator)
+        seconds.append(now())
+
+        rewards, figures = task.rewards(items, made.tokens(task.end))  # (B, K)
+        rewards = rewards.to(learner.model.device)
+        rows, old = Rows.of_completions(made), made.log_probs.flatten(0, 1)  # (N, T)
+        advantages, returns = token_advantages(learner, rows, rewards, config)  # (N, T) each
+        seconds.append(now())
+
+        seen = learner.tokens if config.kl_warmup_unit == "tokens" else learner.step
+        kl_coef = warmed_up(learner.kl.coef, seen, config.kl_warmup)
+        set_lr(learner.optimizer, min(1.0, (learner.step + 1) / max(1, config.lr_warmup)))
+        for _ in range(config.updates):
+            losses = update(learner, rows, old, advantages, returns, kl_coef, config)
+        learner.kl.update(losses["kl_exact"], rewards.numel())
+        seconds.append(now())
+
+        learner.step += 1
+        learner.tokens += int(rows.answer_mask.sum())
+        learner.seconds += seconds[-1] - seconds[0]
+        learner.flat = 0 if advantages.any() else learner.flat + 1
+        yield figures | losses | {
+            "reward": rewards.mean().item(), "kl_coef": kl_coef,
+            "zero_spread": zero_spread(rewards).float().mean().item(),
+            "length": rows.answer_mask.sum().item() / rewards.numel(), "seconds": seconds[3] - seconds[0],
+            "seconds/generate": seconds[1] - seconds[0], "seconds/score": seconds[2] - seconds[1],
+            "seconds/train": seconds[3] - seconds[2],
+        }  # fmt: skip
+
+
+@torch.no_grad()
+def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: ChessConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and the value head's targets, (N, T) each, from rewards (B, K)."""
+    mask, head = rows.answer_mask, learner.value_head
+    values = torch.zeros(mask.shape, device=mask.device)
+    if head is None:  # every token of a completion has the completion's advantage
+        return learner.baseline.advantages(rewards).flatten()[:, None].expand(mask.shape), values
+    for chosen in rows.micro_batches(config.micro_batch):
+        part = head(score(learner.model, rows.pick(chosen, rows.K), 1.0)[2])
+        values[chosen, : part.shape[1]] = part
+    at_last = torch.zeros_like(values).scatter(1, mask.sum(1, keepdim=True) - 1, rewards.flatten()[:, None])
+    advantages = gae(at_last, values, mask, 1.0, config.gae_lambda)
+    return advantages, advantages + values
+
+
+def update(
+    learner: Learner, rows: Rows, old: Tensor, advantages: Tensor, returns: Tensor, kl_coef: float, config: ChessConfig
+) -> dict[str, float]:
+    """One optimizer step over all rows, micro-batch by micro-batch.  Returns means over completion tokens."""
+    total = rows.answer_mask.sum()
+    sums = dict.fromkeys(("loss", "kl", "kl_exact", "clip_share", "entropy", "value_loss"), 0.0)
+    for chosen in rows.micro_batches(config.micro_batch):
+        part = rows.pick(chosen, rows.K)
+        mask = part.answer_mask  # (n, T)
+        T = mask.shape[1]
+        was, advantage = old[chosen, :T], advantages[chosen, :T]
+        with torch.no_grad():
+            ref, all_ref, _ = score(learner.reference, part, config.temperature)
+        lp, all_log_probs, hidden = score(learner.model, part, config.temperature)
+        with torch.set_grad_enabled(config.kl_type == "exact"):
+            exact = exact_kl(all_log_probs, all_ref)
+        kl = exact if config.kl_type == "exact" else kl_estimate(lp, ref, config.kl_type)
+        with torch.set_grad_enabled(config.entropy_coef > 0):
+            spread = entropy(all_log_probs)
+        policy = policy_loss(lp, was, advantage, config.clip_range)
+        loss = policy + kl_coef * kl - config.entropy_coef * spread  # (17)
+        value_loss = torch.zeros_like(loss)
+        if learner.value_head is not None:
+            value_loss = (learner.value_head(hidden) - returns[chosen, :T]) ** 2
+            loss = loss + config.value_loss_coef * value_loss  # (18)
+        mean_loss = (loss * mask).sum() / total  # mean over the step's tokens, not the micro-batch's
+        mean_loss.backward()
+        clipped = is_clipped(lp, was, advantage, config.clip_range)
+        for name, values in (("loss", loss), ("kl", kl), ("kl_exact", exact), ("clip_share", clipped),
+                             ("entropy", spread), ("value_loss", value_loss)):  # fmt: skip
+            sums[name] += ((values.detach() * mask).sum() / total).item()
+    if not math.isfinite(sums["loss"]):
+        raise Diverged("loss")
+    # Where the policy is still the start, the KL's gradient is rounding noise, and Adam would make full steps of it.
+    real = advantages.any() or config.entropy_coef or kl_coef * sums["kl_exact"] > 1e-6
+    return sums | {"grad_norm": learner.descend(config.max_grad_norm, bool(real))}

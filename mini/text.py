@@ -1,0 +1,547 @@
+"""A text, learnt in four ways: the rewards, the four algorithms, the held-out report, and the command text.
+
+    python -m mini text --algo supervised|grpo|ppo|denoise
+
+With the same --horizon all algorithms train on the same windows and are evaluated on the same held-out ones.  All start
+from the same weights, except denoise, whose vocabulary also has a mask.  Numbers in brackets refer to README.md.
+
+    B windows    K rollouts of each    R contexts: B, or B * K with --context model    T tokens    C width
+    A tokens chosen at each position of a context: K, or 1 with --context model    V vocabulary
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mini import grpo
+from mini.config import SampleConfig, TextConfig
+from mini.grpo import LanguageModel, Learner, Rows, score
+from mini.model import GPT, GptConfig, Sampling, generate
+from mini.runs import Figures, Run, device_of, read_state, restore, say, write
+from mini.tokens import BpeTokens
+from toolkit import UsageError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A text in tokens
+
+HELD_OUT = 10  # one part in so many, the last, is held out
+NO_END = -1  # no token has this id, because a text does not end
+
+
+class CharTokens:
+    """One token per character of a text, in code point order."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self.size = len(self.alphabet)
+        self._ids = {character: i for i, character in enumerate(self.alphabet)}
+
+    def encode(self, text: str) -> list[int]:
+        """One id per character.  Raises KeyError for one that the text has not."""
+        return [self._ids[character] for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of any ids."""
+        return "".join(self.alphabet[i] for i in ids)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in tokens."""
+
+    tokens: CharTokens | BpeTokens
+    train: Tensor  # ids
+    held_out: Tensor  # ids
+
+    def held_out_windows(self, T: int, count: int) -> Tensor:
+        """At most `count` windows, evenly spread, with no predicted token in two of them: (B, T + 1)."""
+        every = self.held_out.unfold(0, T + 1, T)
+        return every[torch.linspace(0, len(every) - 1, min(count, len(every))).long()]
+
+
+def draw_windows(ids: Tensor, T: int, count: int, seed: int, step: int) -> Tensor:
+    """A step's random windows; they depend on seed and step alone: (B, T + 1).  cpp/train.cpp draws the same."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)  # it silently drops higher bits
+    starts = torch.randint(len(ids) - T, (count,), generator=generator)
+    return ids.unfold(0, T + 1, 1)[starts.to(ids.device)]
+
+
+def whole_rows(text: Tensor) -> Rows:
+    """Windows (N, 1 + T) as rows: one given token and T scored ones."""
+    return Rows(text, torch.ones_like(text, dtype=torch.bool), 1)
+
+
+def read_text(path: Path | None) -> str:
+    """A file's text, or 465 KB of English and code that come with every Python."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics.values())
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--data {path} is no UTF-8 text") from None
+
+
+def build_corpus(config: TextConfig, T: int, run: Run) -> Corpus:
+    """The text of --data as a corpus.  The run keeps its ids as tokens.bin, 16 bits each, lower byte first.
+
+    Raises UsageError if a resumed run began with another text.
+    """
+    text = read_text(config.data)
+    tokens = CharTokens(text) if config.tokens == "char" or config.vocabulary is None else BpeTokens(config.vocabulary)
+    ids = torch.tensor(tokens.encode(text))
+    if len(ids) < HELD_OUT * (T + 2) or tokens.size > 2**16:
+        raise UsageError(f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
+                         f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most")  # fmt: skip
+    data = ids.to(torch.uint16).numpy().astype("<u2").tobytes()
+    path = run.folder / "tokens.bin"
+    if config.resume and not (path.exists() and path.read_bytes() == data):
+        raise UsageError(f"the text is not the one that the run in {run.folder} began with")
+    run.begin({"tokens.bin": data})
+    run.extra["alphabet"] = "".join(tokens.alphabet) if isinstance(tokens, CharTokens) else ""
+    split = len(ids) - len(ids) // HELD_OUT
+    ids = ids.to(device_of(config.device))
+    return Corpus(tokens, ids[:split], ids[split:])
+
+
+class Counts(nn.Module):
+    """Log-probabilities from counts of the training text, with one added to each (Laplace).
+
+    It has a GPT's interface, so it can serve as its reference: the hidden state of a token is its row of the table.
+    Most pairs of byte-pair tokens never occur, so the counts are sparse.
+    """
+
+    def __init__(self, ids: Tensor, V: int, bigram: bool = True) -> None:
+        super().__init__()
+        self.V, self.bigram = V, bigram
+        before = ids[:-1] if bigram else torch.zeros_like(ids[:-1])
+        ones = torch.ones(len(ids) - 1, device=ids.device)
+        self.counts = torch.sparse_coo_tensor(torch.stack((before, ids[1:])), ones, (V, V), check_invariants=True)
+        self.counts = self.counts.coalesce()
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(N, T) -> (N, T)."""
+        return ids if self.bigram else torch.zeros_like(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows (N, T) -> log-probabilities (N, T, V)."""
+        rows: Tensor = self.counts.index_select(0, hidden.flatten()).to_dense() + 1
+        return (rows / rows.sum(1, keepdim=True)).log().view(*hidden.shape, self.V)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts and rewards
+#
+# A rollout chooses a token at each position of a window and is rewarded if the text has the same one.  With
+# `--context data` it reads the text's own tokens, whatever it chose before.  With `--context model` it reads its own
+# choices, as in RL of language models.  Once it has left the text it never finds back, so the best policy is to always
+# choose the commonest token; collapse() reports that.
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The contexts, the chosen tokens, the right ones, and the model's outputs."""
+
+    rows: Rows  # (R, 1 + T)
+    chosen: Tensor  # (R, T, A)
+    right: Tensor  # (R, T)
+    log_probs: Tensor  # (R, T, V)
+    hidden: Tensor  # (R, T, C)
+
+
+def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
+    """K rollouts of each window (B, 1 + T) under the current policy; one forward pass serves sampling and gradient."""
+    K, right = config.k_samples, text[:, 1:]
+    if config.context == "model":
+        sampling = Sampling(max_new_tokens=right.shape[1])
+        made = generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
+        rows, right = Rows.of_completions(made), right.repeat_interleave(K, 0)
+    else:
+        rows = whole_rows(text)
+    _, log_probs, hidden = score(learner.model, rows, 1.0)
+    if config.context == "model":
+        return Rollouts(rows, rows.ids[:, 1:, None], right, log_probs, hidden)
+    probs = log_probs.detach().exp().flatten(0, 1)  # (B * T, V)
+    chosen = torch.multinomial(probs, K, replacement=True, generator=learner.generator).unflatten(0, right.shape)
+    return Rollouts(rows, chosen, right, log_probs, hidden)
+
+
+def token_rewards(rollouts: Rollouts, config: TextConfig) -> Tensor:
+    """(R, T, A): 1 for the right token, otherwise 0 (-1 with pm1), plus partial credit.
+
+    The credit depends on the context alone.  With `--context data` a group shares its context, so GRPO's baseline
+    cancels the credit; PPO's critic has to learn it, and until then it is noise.
+    """
+    right = rollouts.right[:, :, None]
+    hit = (rollouts.chosen == right).float()  # (R, T, A)
+    credit = config.partial_logprob * rollouts.log_probs.detach().gather(2, right)  # (R, T, 1)
+    return (2 * hit - 1 if config.reward_mode == "pm1" else hit) + credit  # (19)
+
+
+def group_advantages(learner: Learner, rewards: Tensor, K: int) -> Tensor:
+    """Each reward minus the mean of its group at the same position: (R, T, A) -> (R, T, A)."""
+    R, T, A = rewards.shape
+    groups = rewards.view(R * A // K, K // A, T, A).transpose(1, 2)  # (B, T, K / A, A)
+    return learner.baseline.advantages(groups.reshape(-1, K)).view_as(groups).transpose(1, 2).reshape(R, T, A)
+
+
+def divergence(learner: Learner, rows: Rows, log_probs: Tensor) -> Tensor:
+    """KL(policy || reference) at each position: (R, T, V) -> (R, T)."""
+    with torch.no_grad():
+        reference = score(learner.reference, rows, 1.0)[1]
+    return grpo.exact_kl(log_probs, reference)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The four algorithms: one update each, on windows (B, 1 + T)
+
+
+def supervised_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
+    """The cross-entropy of all tokens."""
+    loss = grpo.likelihood(learner.model, whole_rows(text))
+    learner.tokens += text[:, 1:].numel()
+    return {"loss": loss, "grad_norm": learner.descend(config.max_grad_norm)}
+
+
+def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
+    """One update per step, so the ratio is 1 and nothing is clipped.  The KL divergence is exact."""
+    rollouts = roll_out(learner, text, config)
+    lp = rollouts.log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+    rewards = token_rewards(rollouts, config)
+    advantages = group_advantages(learner, rewards, config.k_samples)
+    kl_coef = grpo.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
+    kl = divergence(learner, rollouts.rows, rollouts.log_probs).mean()
+    loss = grpo.policy_loss(lp, lp.detach(), advantages, config.clip_range).mean() + kl_coef * kl  # (20)
+    loss.backward()
+    learner.tokens += lp.numel()
+    learner.flat = 0 if advantages.any() else learner.flat + 1
+    return {"loss": loss.item(), "reward": rewards.mean().item(), "kl": kl.item(), "kl_coef": kl_coef,
+            "entropy": grpo.entropy(rollouts.log_probs.detach()).mean().item(),
+            "grad_norm": learner.descend(config.max_grad_norm)}  # fmt: skip
+
+
+def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
+    """Actor and critic share the network; the value head has its own learning rate."""
+    assert learner.value_head is not None
+    with torch.no_grad():
+        rollouts = roll_out(learner, text, config)
+        old = rollouts.log_probs.gather(2, rollouts.chosen)  # (R, T, A)
+        rewards = token_rewards(rollouts, config)
+        values = learner.value_head(rollouts.hidden)[:, :, None].expand_as(rewards)  # before the token is chosen
+        paid, expected = (part.transpose(1, 2).flatten(0, 1) for part in (rewards, values))  # (R * A, T)
+        advantages = grpo.gae(paid, expected, torch.ones_like(paid), config.gamma, config.gae_lambda)
+        advantages = advantages.unflatten(0, (-1, rewards.shape[2])).transpose(1, 2)  # (R, T, A)
+        returns = advantages + values
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    kl_coef = grpo.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
+    sums = dict.fromkeys(("loss", "value_loss", "kl", "clip_share", "grad_norm"), 0.0)
+    generator = torch.Generator().manual_seed(learner.step)
+    parts = [part for _ in range(config.epochs) for part in
+             torch.randperm(len(old), generator=generator).to(old.device).chunk(config.minibatches)]  # fmt: skip
+    for chosen in parts:
+        rows = Rows(rollouts.rows.ids[chosen], rollouts.rows.mask[chosen], 1)
+        _, log_probs, hidden = score(learner.model, rows, 1.0)  # (r, T, V)
+        lp = log_probs.gather(2, rollouts.chosen[chosen])  # (r, T, A)
+        kl = divergence(learner, rows, log_probs).mean()
+        value_loss = ((learner.value_head(hidden)[:, :, None] - returns[chosen]) ** 2).mean()
+        policy = grpo.policy_loss(lp, old[chosen], advantages[chosen], config.clip_range).mean()
+        loss = policy + kl_coef * kl + config.value_loss_coef * value_loss
+        loss.backward()
+        clipped = grpo.is_clipped(lp, old[chosen], advantages[chosen], config.clip_range).float().mean()
+        norm = learner.descend(config.max_grad_norm)
+        for name, value in (("loss", loss.item()), ("value_loss", value_loss.item()), ("kl", kl.item()),
+                            ("clip_share", clipped.item()), ("grad_norm", norm)):  # fmt: skip
+            sums[name] += value / len(parts)
+    learner.tokens += old.numel()
+    return sums | {"reward": rewards.mean().item(), "kl_coef": kl_coef}
+
+
+# Denoising is a masked language model (BERT, 2018), sampled as in MaskGIT (2022).  The last id of the vocabulary is the
+# mask.  The model sees both sides of a gap and never predicts the mask itself.
+
+
+def fill(model: GPT, ids: Tensor, at: Any = ...) -> Tensor:
+    """Masked ids (N, T) -> log-probabilities (N, T, V) of the token at each position, or only at the positions `at`."""
+    hidden = model(ids, torch.ones_like(ids, dtype=torch.bool), causal=False)
+    return model.logits(hidden[at])[..., :-1].log_softmax(-1)
+
+
+def hide(model: GPT, text: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Mask a random share of the text.  Returns ids and mask, (N, T) each, with at least one gap."""
+    hidden = torch.rand(text.shape, generator=generator, device=text.device) < share
+    hidden[0, 0] |= ~hidden.any()
+    return text.masked_fill(hidden, model.config.vocab_size - 1), hidden
+
+
+def denoise_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
+    """The cross-entropy of the masked tokens."""
+    ids, hidden = hide(learner.model, text, config.mask_share, learner.generator)
+    loss = F.nll_loss(fill(learner.model, ids, hidden), text[hidden])
+    loss.backward()
+    learner.tokens += text.numel()
+    return {"loss": loss.item(), "grad_norm": learner.descend(config.max_grad_norm)}
+
+
+@torch.no_grad()
+def unmask(model: GPT, N: int, T: int, steps: int, generator: torch.Generator) -> Tensor:
+    """Generate (N, T) from masks alone: each step fills all gaps and keeps a growing share, the surest first."""
+    mask_id = model.config.vocab_size - 1
+    ids = torch.full((N, T), mask_id, device=model.device)
+    for step in range(1, steps + 1):
+        log_probs = fill(model, ids)  # (N, T, V)
+        drawn = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator).view(N, T)
+        filled = torch.where(ids == mask_id, drawn, ids)
+        sure = log_probs.gather(2, filled[:, :, None])[:, :, 0].masked_fill(ids != mask_id, math.inf)
+        kept = sure.topk(math.ceil(T * step / steps), 1).indices
+        ids = torch.full_like(ids, mask_id).scatter(1, kept, filled.gather(1, kept))
+    return ids
+
+
+STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], Figures]] = {
+    "supervised": supervised_step, "grpo": grpo_step, "ppo": ppo_step, "denoise": denoise_step,
+}  # fmt: skip
+
+
+def learn(learner: Learner, corpus: Corpus, config: TextConfig) -> Iterator[Figures]:
+    """Train for --iters steps or --seconds, whichever ends first; yields each step's figures."""
+    now, limit = grpo.clock(learner.model), math.inf if config.seconds is None else config.seconds
+    while learner.step < config.iters and learner.seconds < limit:
+        began = now()
+        left = 1 - max(learner.step / config.iters, learner.seconds / limit)
+        grpo.set_lr(learner.optimizer, min(1.0, left / (config.lr_decay or left)))
+        text = draw_windows(corpus.train, config.horizon, config.batch_size, config.seed, learner.step)
+        figures = STEPS[config.algo](learner, text, config)
+        learner.step += 1
+        learner.seconds += now() - began
+        yield {**figures, "tokens": learner.tokens, "seconds": learner.seconds}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Held-out report
+
+Report = dict[str, Any]
+
+
+def judged(log_probs: Tensor, right: Tensor) -> Tensor:
+    """For each right id (...): its log-probability in (..., V), and 1 if it is the likeliest, otherwise 0: (m, 2)."""
+    lp = log_probs.gather(-1, right[..., None])[..., 0]
+    return torch.stack((lp, (log_probs.argmax(-1) == right).float()), -1).flatten(0, -2)
+
+
+def summary(tokens: Tensor, right: Tensor, corpus: Corpus) -> Report:
+    """From judged tokens (m, 2) and their ids: bits per character, share and mean probability of right tokens."""
+    lp, likeliest = tokens.unbind(1)
+    bits = -lp.sum().item() / math.log(2) / len(corpus.tokens.decode(right.flatten().tolist()))
+    return {"bits": bits, "right": likeliest.mean().item(), "p_right": lp.exp().mean().item()}
+
+
+@torch.no_grad()
+def foretold(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
+    """The summary over all tokens of the windows (N, 1 + T)."""
+    tokens = [judged(score(model, whole_rows(part), 1.0)[1], part[:, 1:]) for part in windows.split(16)]
+    return summary(torch.cat(tokens), windows[:, 1:], corpus)
+
+
+@torch.no_grad()
+def filled_in(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: TextConfig) -> Report:
+    """The summary over masked tokens of the windows (N, T), the same for every model.
+
+    A counting model predicts a masked token from its left neighbour, which it is given even where that is masked too.
+    """
+    generator = torch.Generator(windows.device).manual_seed(0)
+    hidden = torch.rand(windows.shape, generator=generator, device=windows.device) < config.mask_share
+    hidden[:, 0] = False  # it has no left neighbour
+    if isinstance(model, GPT):
+        log_probs = fill(model, windows.masked_fill(hidden, model.config.vocab_size - 1), hidden)
+    else:
+        log_probs = model.logits(model(windows.roll(1, 1)[hidden][None], hidden))[0]
+    return summary(judged(log_probs, windows[hidden]), windows[hidden], corpus)
+
+
+def evaluate(model: LanguageModel, corpus: Corpus, config: TextConfig) -> Report:
+    """A model on the held-out windows: next tokens, or for denoise masked ones."""
+    windows = corpus.held_out_windows(config.horizon, config.held_out)
+    if config.algo == "denoise":
+        assert isinstance(model, GPT | Counts)
+        return filled_in(model, windows, corpus, config)
+    return foretold(model, windows, corpus)
+
+
+def written(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
+    """What a model writes itself, with the same random numbers every time."""
+    T, generator = config.horizon, torch.Generator(model.device).manual_seed(0)
+    windows = corpus.held_out_windows(T, config.held_out)
+    if config.algo == "denoise":
+        ids, told = unmask(model, 16, T, config.unmask_steps, generator), Report()
+    else:
+        ids = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), NO_END, generator).ids[:, 0]
+        told = {"free_right": (ids == windows[:, 1:]).float().mean().item()}
+    counts = ids.flatten().bincount()
+    return told | {
+        "commonest": corpus.tokens.decode([int(counts.argmax())]),
+        "commonest_share": counts.max().item() / ids.numel(),
+        "share_in_text": (corpus.train == counts.argmax()).float().mean().item(),
+        "sample": corpus.tokens.decode(ids[0].tolist()),
+    }
+
+
+def collapse(report: Report) -> str | None:
+    """A warning if the model writes little but one token: its share is nearer to 1 than to its share in the text."""
+    if report["commonest_share"] < (1 + report["share_in_text"]) / 2:
+        return None
+    return (f"collapsed: {report['commonest_share']:.0%} of what the model writes is {report['commonest']!r}, which is "
+            f"{report['share_in_text']:.0%} of the text")  # fmt: skip
+
+
+def table(reports: dict[str, Report]) -> str:
+    """Reports side by side."""
+    names = [name for name in ("bits", "right", "p_right", "free_right") if any(name in r for r in reports.values())]
+    rows = [("", *reports)]
+    for name in names:
+        values = (report.get(name) for report in reports.values())
+        rows += [(name, *("" if value is None else f"{value:.3f}" for value in values))]
+    return "\n".join(f"{row[0]:14}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@torch.no_grad()
+def start_near(model: GPT, denoise: bool) -> None:
+    """Start values with which attention copies what is near: sinusoids as positions, so neighbours resemble each other.
+
+    A denoiser's first four heads begin by looking one and two tokens to the left and to the right.
+    """
+    C, D, P = model.config.n_embd, model.config.n_embd // model.config.n_head, model.config.n_positions
+    rates = torch.logspace(0, math.log10(0.002), C // 2)  # radians a token
+    if denoise:
+        rates = (torch.arange(C // 2) + 0.5) * 2 * math.pi / C
+    angles = torch.arange(P)[:, None] * rates  # (P, C / 2)
+    model.wpe.weight.copy_(0.04 * math.sqrt(2) * torch.stack((angles.sin(), angles.cos()), 2).flatten(1))
+    model.start_by_copying(8 if denoise else 5, 1.0)
+    q, k, _ = model.get_parameter("h.0.attn.c_attn.weight").split(C)  # (C, C) each
+    for head, left in enumerate((1, -1, 2, -2)[: model.config.n_head] if denoise else ()):
+        rows, (sin, cos) = slice(head * D, (head + 1) * D), ((rates * left).sin(), (rates * left).cos())
+        odd, even = k[rows, 1::2], k[rows, ::2]  # these turn a position's sinusoids back by `left` tokens
+        q[rows, ::2], q[rows, 1::2] = even * cos + odd * sin, odd * cos - even * sin
+
+
+def make_model(config: TextConfig, V: int) -> GPT:
+    """A model with start values; denoise has one more id, the mask."""
+    torch.manual_seed(config.seed)
+    latents = (config.latent, config.q_latent) if config.attention == "mla" else (0, 0)
+    size = V + (config.algo == "denoise")
+    model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, config.block, size, 1e-5, *latents))
+    if config.start == "copying" and config.attention == "mha":
+        start_near(model, config.algo == "denoise")
+    say(f"{size} different tokens; a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
+    return model.to(device_of(config.device))
+
+
+def likelihood_from(model: GPT, corpus: Corpus, config: TextConfig, steps: float, seconds: float, seed: int) -> GPT:
+    """Train a model by likelihood: the warm start, and the baseline of equal time."""
+    return grpo.supervised(
+        model, lambda step: whole_rows(draw_windows(corpus.train, config.horizon, config.batch_size, seed, step)),
+        config.warm_lr, steps, seconds, config.lr_decay,
+    )  # fmt: skip
+
+
+def text_command(config: TextConfig) -> dict[str, Any]:
+    """Warm start, training, likelihood from the same start for the same time; reports with counting baselines."""
+    began = time.perf_counter()
+    run = Run(config)
+    checkpoint = run.load() if config.resume else None
+    corpus = build_corpus(config, config.horizon, run)
+    start, path = make_model(config, corpus.tokens.size), run.folder / "start.pt"
+    if checkpoint:
+        restore(start.load_state_dict, read_state(path), path)
+    else:  # windows of its own, which training does not repeat
+        if config.warm_steps:
+            say(f"warm start: {config.warm_steps} supervised steps")
+        likelihood_from(start, corpus, config, config.warm_steps, math.inf, config.seed + 2**31)
+        write(path, dict(start.state_dict()))
+        run.extra["before"] = evaluate(start, corpus, config) | written(start, corpus, config)
+    before = run.extra["before"]
+    unigram, bigram = (Counts(corpus.train, corpus.tokens.size, two) for two in (False, True))
+    baselines = {"commonest": evaluate(unigram, corpus, config), "bigram": evaluate(bigram, corpus, config)}
+
+    reference = bigram if config.reference == "bigram" else copy.deepcopy(start).requires_grad_(False)
+    learner = grpo.make_learner(copy.deepcopy(start), reference, config.lr, config.seed, value_head=True,
+                           head_lr=config.critic_lr, kl=grpo.KlController(config.beta_kl))  # fmt: skip
+    if checkpoint:
+        restore(learner.restore, checkpoint, run.saved)
+
+    def line(figures: Figures) -> str | None:
+        said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        return None if learner.step % config.log_steps else f"step {learner.step}  {said}"
+
+    flat = run.follow(learner, learn(learner, corpus, config), line)
+    after = evaluate(learner.model, corpus, config) | written(learner.model, corpus, config)
+    if config.control and config.algo in ("grpo", "ppo"):
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
+        control = likelihood_from(start, corpus, config, math.inf, learner.seconds, config.seed)
+        baselines["supervised"] = evaluate(control, corpus, config)
+    say(table({"before": before, "after": after, **baselines}))
+    say(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
+    fallen = None if config.algo == "denoise" else collapse(after)  # its sampler keeps the surest first: mostly blanks
+    say(flat or fallen or "no collapse to one token")
+    say(f"{run.folder}: checkpoint, tokens and curves")
+    return {"algo": config.algo, "before": before, "after": after, "baselines": baselines, "collapse": fallen,
+            "collapsed": flat, "steps": learner.step, "train_seconds": learner.seconds, "tokens": learner.tokens,
+            "seconds": time.perf_counter() - began}  # fmt: skip
+
+
+def is_run(folder: Path | None) -> bool:
+    """Whether a folder holds a text run."""
+    try:
+        return folder is not None and json.loads((folder / "config.json").read_text())["command"] == "text"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def sample_command(config: SampleConfig) -> dict[str, Any]:
+    """Print what a text run's model writes after a prompt; a denoiser needs none."""
+    assert config.init is not None
+    path = config.init / "checkpoint.pt"
+    state = read_state(path)
+    try:
+        made = TextConfig(**{f.name: state["config"][f.name] for f in dataclasses.fields(TextConfig)})
+        folder, alphabet = made.vocabulary and Path(made.vocabulary), state["extra"]["alphabet"]
+    except (KeyError, TypeError):
+        raise UsageError(f"{path} cannot be read as a checkpoint") from None
+    tokens = BpeTokens(folder) if folder and made.tokens == "gpt2" else CharTokens(alphabet)
+    model = make_model(dataclasses.replace(made, device=config.device), tokens.size)
+    restore(model.load_state_dict, state["model"], path)
+    start = "\n" if isinstance(tokens, BpeTokens) or "\n" in alphabet else alphabet[0]
+    try:
+        ids = tokens.encode(start if config.prompt is None or made.algo == "denoise" else config.prompt)
+    except KeyError as error:
+        raise UsageError(f"--prompt: the run's text has no {error.args[0]!r}") from None
+    generator, room = torch.Generator(model.device).manual_seed(config.seed), made.block - len(ids)
+    if not 0 < len(ids) < made.block:
+        raise UsageError(f"--prompt must have 1 to {made.block - 1} tokens, not {len(ids)}")
+    if made.algo == "denoise":
+        rows = unmask(model, config.k_samples, made.horizon, made.unmask_steps, generator).tolist()
+    else:
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, min(config.max_new_tokens or 200, room))
+        made_ids = generate(model, [ids], config.k_samples, sampling, NO_END, generator).ids[0].tolist()
+        rows = [ids + row for row in made_ids]
+    for row in rows:
+        print(tokens.decode(row), end="\n---\n")
+    return {}
