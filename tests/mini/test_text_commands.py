@@ -144,7 +144,7 @@ def test_likelihood_as_a_baseline_has_the_same_start_and_as_much_time(
         trained.append(([part.detach().clone() for part in model.parameters()], steps, seconds))
         return supervised(model, draw, lr, steps, seconds, decay)
 
-    monkeypatch.setattr(mini.text.grpo, "supervised", spy)
+    monkeypatch.setattr("mini.grpo.supervised", spy)
     result = run(tmp_path, capsys, "--algo", "grpo", "--warm-steps", 2)
     (_, warm, _), (start, steps, seconds) = trained
     assert (warm, steps, seconds) == (2, math.inf, result["train_seconds"])
