@@ -30,7 +30,7 @@ from mini import config as defaults
 from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, Rows, make_learner, supervised, train
 from mini.model import GPT, Attention, GptConfig, Sampling, generate
-from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say
+from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
 from mini.tokens import VOCABULARY, ChessTokens, Tokens
 from toolkit import UsageError
 
@@ -299,14 +299,14 @@ def mirrored(example: Example) -> Example:
     return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", flipped(example.answer))
 
 
-def best_first(example: Example) -> Example:
-    """The same P line with its best move first, the others by eval, and evals in whole pawns.
+def best_first(example: Example, count: int = 5) -> Example:
+    """The same P line with its best moves alone, at most `count`, the best first, and evals in whole pawns.
 
     The judge ignores the order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
-    hundredths of a pawn are noise: a model spends its warm start on both.
+    hundredths of a pawn are noise: a model spends its warm start on both.  Lists of all lengths let rewards choose.
     """
     moves, evals, (best,) = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
-    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))
+    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))[:count]
     pawns = " ".join(f"{max(-99, min(99, round(float(value))))}.00" for _, value in pairs)
     return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} E: {pawns} B: {best}")
 
@@ -363,7 +363,8 @@ def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
         far_apart = islice(self_play(random.Random("held out")), 0, 10 * config.held_out, 10)
         held_out = {"P": policy[: config.held_out], "A": [e for line in far_apart if (e := parse_line(line))]}
         played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
-        train = {"P": [best_first(example) for line in policy for example in (line, mirrored(line))],
+        length = random.Random("lengths")
+        train = {"P": [best_first(e, length.randint(1, 5)) for line in policy for e in (line, mirrored(line))],
                  "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
     forbidden = {example.prompt for examples in held_out.values() for example in examples}
     forbidden |= {mirrored(example).prompt for example in held_out["P"]}
@@ -483,24 +484,10 @@ def listed(moves: Sequence[str]) -> str:
     return f"M: {' '.join(moves)} E: {' '.join(['0.00'] * len(moves))} B: {moves[0]}"
 
 
-def average_board(examples: Sequence[Example]) -> str:
-    """The commonest content of each square in the answers, with the commonest squares of the kings."""
-    boards = [chess.Board(example.answer.partition("+")[0]) for example in examples]
-    average = chess.Board.empty()
-    for square in chess.SQUARES:
-        average.set_piece_at(square, Counter(board.piece_at(square) for board in boards).most_common(1)[0][0])
-    for colour in chess.COLORS:
-        for square in average.pieces(chess.KING, colour):
-            average.remove_piece_at(square)
-        home = Counter(board.king(colour) for board in boards).most_common(1)[0][0]
-        average.set_piece_at(home or 0, chess.Piece(chess.KING, colour))
-    return average.board_fen()
-
-
 def controls(task: ChessTask) -> dict[str, Report]:
     """What needs no learning, on the held-out prompts: answers that ignore the prompt or copy it, and legal moves."""
     corpus, rng, goes_on = task.corpus, random.Random(0), f"+{ONGOING}+0+0"
-    boards = [average_board(corpus.train["A"][:2000]), "8/8/8/8/8/8/8/8", "4k3/8/8/8/8/8/8/4K3"]
+    boards = ["8/8/8/8/8/8/8/8", "4k3/8/8/8/8/8/8/4K3", chess.STARTING_BOARD_FEN]  # the second is the average board
     blind = ["x" + goes_on, *(f"{board} {side} - - 0 1{goes_on}" for board in boards for side in "wb")]
     documents = corpus.train["P"][:2000]
     likely = Counter(move for e in documents for move in re.findall(MOVE, e.answer.partition("E:")[0]))
@@ -526,17 +513,12 @@ def controls(task: ChessTask) -> dict[str, Report]:
     return {name: max(each, key=lambda told: told["reward"]) for name, each in reports.items()}  # the best of them
 
 
-def table(columns: dict[str, Report]) -> str:
-    """Reports, one a row, each task by itself."""
+def tables(columns: dict[str, Report]) -> str:
+    """A table for each task."""
     names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
              "P": ("reward", "validity", "legal", "best_move")}  # fmt: skip
-    parts = []
-    for kind, measures in names.items():
-        parts.append(f"{kind:24}" + "".join(f"{name:>16}" for name in measures))
-        parts += [f"{label:24}" + "".join(f"{f'{value:.3f}' if (value := told[kind][name]) is not None else '':>16}"
-                                          for name in measures)
-                  for label, told in columns.items() if kind in told]  # fmt: skip
-    return "\n".join(parts)
+    return "\n".join(table(kind, measures, {label: told[kind] for label, told in columns.items() if kind in told})
+                     for kind, measures in names.items())  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -637,7 +619,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         warm_start(model, task, config)
         save_model(model, task.tokens, run.folder / "start", config.init)
         run.extra["before"] = evaluate(model, task, sampling)
-        say(table({**blind, "warm start": run.extra["before"]}))
+        say(tables({**blind, "warm start": run.extra["before"]}))
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.EMBEDDED_LR
     learner = make_learner(
         copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
@@ -657,7 +639,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", model.device)
         supervised(control, rows, config.warm_lr, seconds=learner.seconds)
         reports["supervised"] = evaluate(control, task, sampling)
-    say(table({**blind, **reports}))
+    say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")
     return {**reports, "controls": blind, "collapsed": flat, "steps": learner.step, "rl_seconds": learner.seconds,
             "seconds": time.perf_counter() - began}  # fmt: skip
@@ -670,7 +652,7 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
     blind = controls(task)
     warm_start(model, task, config)
     result = evaluate(model, task, sampling)
-    say(table({**blind, str(config.init or "warm start"): result}))
+    say(tables({**blind, str(config.init or "warm start"): result}))
     return {**result, "controls": blind, "seconds": time.perf_counter() - began}
 
 

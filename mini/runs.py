@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,14 @@ def write(path: Path, content: str | bytes | dict[str, Any]) -> None:
         write_whole(path, content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Reports, one a row."""
+    rows = {title: list(measures)}
+    rows |= {label: ["" if told.get(name) is None else f"{told[name]:.3f}" for name in measures]
+             for label, told in reports.items()}  # fmt: skip
+    return "\n".join(f"{label:24}" + "".join(f"{cell:>16}" for cell in cells) for label, cells in rows.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,6 +95,8 @@ class Run:
         state = read_state(self.saved)
         if not isinstance(state.get("config"), dict) or not isinstance(state.get("extra"), dict):
             raise UsageError(f"{self.saved} cannot be read as a checkpoint")
+        if (command := state["config"].get("command")) != self.settings["command"]:
+            raise UsageError(f"{self.folder} has a run of {command} in it, not of {self.settings['command']}")
         for name in sorted(self.settings.keys() - MAY_DIFFER):
             if self.settings[name] != state["config"].get(name):
                 raise UsageError(f"the run in {self.folder} had {flag(name)} {state['config'].get(name)}, "

@@ -29,7 +29,7 @@ from mini import grpo
 from mini.config import SampleConfig, TextConfig
 from mini.grpo import LanguageModel, Learner, Rows, score
 from mini.model import GPT, GptConfig, Sampling, generate
-from mini.runs import Figures, Run, device_of, read_state, restore, say, write
+from mini.runs import Figures, Run, device_of, read_state, restore, say, table, write
 from mini.tokens import BpeTokens
 from toolkit import UsageError
 
@@ -408,16 +408,6 @@ def collapse(report: Report) -> str | None:
             f"{report['share_in_text']:.0%} of the text")  # fmt: skip
 
 
-def table(reports: dict[str, Report]) -> str:
-    """Reports side by side."""
-    names = [name for name in ("bits", "right", "p_right", "free_right") if any(name in r for r in reports.values())]
-    rows = [("", *reports)]
-    for name in names:
-        values = (report.get(name) for report in reports.values())
-        rows += [(name, *("" if value is None else f"{value:.3f}" for value in values))]
-    return "\n".join(f"{row[0]:14}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
 
@@ -497,7 +487,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
         control = likelihood_from(start, corpus, config, math.inf, learner.seconds, config.seed)
         baselines["supervised"] = evaluate(control, corpus, config)
-    say(table({"before": before, "after": after, **baselines}))
+    say(table("", ("bits", "right", "p_right", "free_right"), {"before": before, "after": after, **baselines}))
     say(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
     fallen = None if config.algo == "denoise" else collapse(after)  # its sampler keeps the surest first: mostly blanks
     say(flat or fallen or "no collapse to one token")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -175,7 +176,9 @@ def test_all_ranks_get_what_the_first_made_and_end_if_it_failed(tmp_path: Path) 
     ]
     assert "ZeroDivisionError" in said[0][1]
     assert "Traceback" not in said[1][1]
-    assert [process.returncode for process in started] == [1, 2]
+    first, second = (process.returncode for process in started)
+    assert first in (1, -signal.SIGABRT)  # with its peer gone, gloo may abort an ordinary exit, after the traceback
+    assert second == 2
 
 
 @pytest.mark.slow

@@ -238,6 +238,8 @@ def test_a_resumed_run_must_be_the_same_run(chess_run: Trained, tmp_path: Path) 
         done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume", *more)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert complaint in done.stderr
+    done = run_mini("text", "--log-dir", folder, "--resume")
+    assert f"error: {folder} has a run of chess in it, not of text\n" == done.stderr
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
     done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
