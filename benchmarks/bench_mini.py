@@ -254,7 +254,7 @@ def panel(kind: str, curves: list[list[float]], controls: dict[str, float], left
 
 def markdown(columns: dict[str, list[dict[str, Any]]]) -> str:
     """Reports by name, one for each seed, as a table: median (lowest to highest)."""
-    shown = {"A": ("reward", "validity", "exact_fen"), "P": ("reward", "validity", "legal", "best_move")}
+    shown = {"A": ("reward", "validity", "exact_fen"), "P": ("reward", "validity", "legal", "moves", "best_move")}
     rows = [["", *(f"{kind} {name.replace('_', ' ')}" for kind, names in shown.items() for name in names)]]
     for label, told in columns.items():
         row = [label]

@@ -437,7 +437,6 @@ class ChessTask:
 # ---------------------------------------------------------------------------------------------------------------------
 # Held-out report, and the controls beside it
 
-MEASURES = ("reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal")
 Report = dict[str, Any]
 
 
@@ -456,6 +455,7 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
         "fen_similarity": mean([score.get("fen", 0.0) for score in scores["A"]]),
         "best_move": mean([score.get("best", 0.0) for score in scores["P"]]),
         "legal": sum(verdict.legal for verdict in verdicts) / listed if listed else None,
+        "moves": listed / len(scores["P"]) if listed else None,
     }
 
 
@@ -516,7 +516,7 @@ def controls(task: ChessTask) -> dict[str, Report]:
 def tables(columns: dict[str, Report]) -> str:
     """A table for each task."""
     names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
-             "P": ("reward", "validity", "legal", "best_move")}  # fmt: skip
+             "P": ("reward", "validity", "legal", "moves", "best_move")}  # fmt: skip
     return "\n".join(table(kind, measures, {label: told[kind] for label, told in columns.items() if kind in told})
                      for kind, measures in names.items())  # fmt: skip
 
