@@ -50,10 +50,11 @@ from mini.tokens import ChessTokens  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # options that differ from the defaults
     "default": (),
-    "--kl-type squared": ("--kl-type", "squared"),
-    "--kl-type forward": ("--kl-type", "forward"),
-    "--kl-type reverse": ("--kl-type", "reverse"),
-    "--kl-coef 0": ("--kl-coef", "0"),
+    "--kl-coef 0.02": ("--kl-coef", "0.02"),
+    "--kl-coef 0.02 --kl-type squared": ("--kl-coef", "0.02", "--kl-type", "squared"),
+    "--kl-coef 0.02 --kl-type forward": ("--kl-coef", "0.02", "--kl-type", "forward"),
+    "--kl-coef 0.02 --kl-type reverse": ("--kl-coef", "0.02", "--kl-type", "reverse"),
+    "--no-scale-by-std": ("--no-scale-by-std",),
     "--baseline-type rloo": ("--baseline-type", "rloo"),
     "--baseline-type adaptive": ("--baseline-type", "adaptive"),
     "--baseline-type ema": ("--baseline-type", "ema"),
@@ -273,7 +274,7 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     told = [run_job(folder, ("--seed", seed), os.cpu_count() or 1)
             for folder, seed in zip(folders, args.seeds, strict=True)]  # fmt: skip
     columns = {name: [one["controls"][name] for one in told] for name in told[0]["controls"]}
-    columns |= {name: [one[name] for one in told] for name in ("before", "after", "supervised")}
+    columns |= {name: [one[name] for one in told] for name in ("before", "before, likeliest", "after", "supervised")}
     console.print(markdown(columns), markup=False)
     for name in ("seconds", "rl_seconds", "steps"):
         console.print(name, ", ".join(f"{one[name]:.0f}" for one in told))

@@ -9,6 +9,7 @@ The answer of an A line starts after the history's `+`, that of a P line at `M:`
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import random
 import re
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from mini import config as defaults
 from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, Rows, make_learner, supervised, train
-from mini.model import GPT, Attention, GptConfig, Sampling, generate
+from mini.model import GPT, Attention, Block, GptConfig, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
 from mini.tokens import VOCABULARY, ChessTokens, Tokens
 from toolkit import UsageError
@@ -526,6 +527,7 @@ def tables(columns: dict[str, Report]) -> str:
 
 EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
 BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
+SIDE, CLOCKS = BOARD_AT + 64, slice(BOARD_AT + 67, BOARD_AT + 71)  # of the FEN's side to move and of its digits
 POSITION = 71  # tokens of a FEN
 WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
 
@@ -536,7 +538,8 @@ def embedded_model() -> GPT:
 
     Its attention begins by copying (start_by_copying), so it has to know from where.  An answer's square starts with
     the position embedding of the prompt's same square, and so do the tokens that name this square in a move.  A square
-    is half its file and rank, half itself.  The first layer compares places only, and copies what it finds there.
+    is half its file and rank, half itself; the clocks' digits are near the side to move, which decides who counts.  The
+    first layer compares places only, and copies what it finds there.
     """
     model = GPT(EMBEDDED)
     model.start_by_copying(12, 1.0)
@@ -547,6 +550,7 @@ def embedded_model() -> GPT:
     wpe[:, :WHAT] = 0
     wpe[MOVES_AT] *= 0.2
     wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
+    wpe[CLOCKS] = 0.6 * wpe[CLOCKS] + 0.8 * wpe[SIDE]
     wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
     wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
     ends = {end: 0.2 * torch.randn(WHAT) for end in ("from", "to")}
@@ -558,7 +562,7 @@ def embedded_model() -> GPT:
         if kind in ends:
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
             wte[i, :WHAT] += ends[kind]
-    first, second = (cast(Attention, block.attn).c_attn for block in list(model.h)[:2])
+    first, second, third = (cast(Attention, block.attn).c_attn for block in list(model.h)[:3])
     first.weight[: 2 * C, :WHAT] = 0
     for sort, pull, half in ((0, 7, slice(0, C // 2)), (1, 4, slice(C // 2, C))):  # half prefers the board, half moves
         first.bias[half] = pull * first.weight[C:][half] @ F.pad(sorts[sort], (WHAT, 0))
@@ -566,6 +570,10 @@ def embedded_model() -> GPT:
         named = F.layer_norm(wte[[i for i, (kind, _) in enumerate(VOCABULARY) if kind == end]], (C,)).mean(0)  # (C,)
         one = slice(head * D, (head + 1) * D)
         second.bias[one] = 100 * second.weight[C:][one] @ named
+    for part in (slice(C // 2, C), slice(C + C // 2, 2 * C)):  # the third looks for the move again: its end now knows
+        third.weight[part], third.bias[part] = first.weight[part], first.bias[part]  # the piece
+    for block in model.h:
+        cast(Block, block).mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
     return model
 
 
@@ -599,14 +607,19 @@ def step_line(number: int, steps: int, figures: Figures) -> str:
     by_task = {kind: "  ".join(f"{task} {figures[f'{kind}/{task}']:.2f}" for task in TASKS
                                if f"{kind}/{task}" in figures) for kind in ("reward", "valid")}  # fmt: skip
     parts = " + ".join(f"{figures[f'seconds/{part}']:.1f} {part}" for part in ("generate", "score", "train"))
-    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}"
-            f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}  clip {figures['clip_share']:.3f}"
-            f"  entropy {figures['entropy']:.2f}  no spread {figures['zero_spread']:.0%}"
+    more = f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}" if "kl_exact" in figures else ""
+    if "entropy" in figures:  # of what was trained on: not if all groups were flat
+        more += f"  clip {figures['clip_share']:.3f}  entropy {figures['entropy']:.3f}"
+    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}{more}"
+            f"  no spread {figures['zero_spread']:.0%}"
             f"  {figures['seconds']:.1f} s ({parts})")  # fmt: skip
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
-    """Warm start, GRPO, supervised training from the same start for the same time; reports on all, and controls."""
+    """Warm start, GRPO, supervised training from the same start for the same time; reports on all, and controls.
+
+    One control is the start's likeliest answers, because rewards also raise what is likely already.
+    """
     began = time.perf_counter()
     run = Run(config)
     checkpoint = run.load() if config.resume else None
@@ -619,7 +632,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         warm_start(model, task, config)
         save_model(model, task.tokens, run.folder / "start", config.init)
         run.extra["before"] = evaluate(model, task, sampling)
-        say(tables({**blind, "warm start": run.extra["before"]}))
+        run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
+        say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.EMBEDDED_LR
     learner = make_learner(
         copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
@@ -633,7 +647,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
                       lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
     save_model(learner.model, task.tokens, run.folder / "model", config.init)
-    reports = {"before": run.extra["before"], "after": evaluate(learner.model, task, sampling)}
+    reports = {"before": run.extra["before"], "before, likeliest": run.extra["likeliest"],
+               "after": evaluate(learner.model, task, sampling)}  # fmt: skip
     if config.control:
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
         control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", model.device)

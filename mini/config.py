@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 500, 5e-4  # of the embedded model
+EMBEDDED_WARM_STEPS, EMBEDDED_LR = 560, 5e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -45,9 +45,9 @@ class ModelOptions(CommonOptions):
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     data_lines: Annotated[int, (1, 1e9)] = 200_000  # read at most this many lines of the corpus
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 500, none with --init
+    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 560, none with --init
     warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
-    warm_p_share: Annotated[float, (0, 1)] = 0.7  # share of P documents
+    warm_p_share: Annotated[float, (0, 1)] = 0.6  # share of P documents
     warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
@@ -62,15 +62,16 @@ class ModelOptions(CommonOptions):
 class GrpoOptions:
     """The algorithm."""
 
-    steps: Annotated[int, (0, 1e7)] = 300  # GRPO steps
+    steps: Annotated[int, (0, 1e7)] = 450  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step, half of them of each task
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
     lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the embedded model, 1e-5 with --init
     lr_warmup: Annotated[int, (0, 1e7)] = 5  # steps of learning rate warm-up
+    lr_decay: Annotated[float, (0, 1)] = 0.3  # final share of the steps in which the learning rate falls to 0
     updates: Annotated[int, (1, 100)] = 1  # passes over a step's completions, each with one optimizer step
     micro_batch: Annotated[int, (1, 4096)] = 16  # completions per forward and backward pass; a group stays together
     clip_range: Annotated[float, (1e-6, 1)] = 0.2  # of the probability ratio; has an effect from the second update on
-    kl_coef: Annotated[float, (0, 1e3)] = 0.02  # weight of the KL divergence from the start model
+    kl_coef: Annotated[float, (0, 1e3)] = 0.0  # weight of the KL divergence from the start; 0: it is not computed
     kl_type: KlType = "exact"  # exact: KL(policy || start) over the vocabulary; the others estimate from the samples
     adaptive_kl: bool = False  # adapt the weight so that the KL divergence approaches --kl-target
     kl_target: Annotated[float, (1e-9, 1e3)] = 0.01  # KL divergence in nats per token, for --adaptive-kl
@@ -210,6 +211,8 @@ def check_config(config: Config) -> None:
     if isinstance(config, ChessConfig):
         if config.temperature == 0:
             raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
+        if config.adaptive_kl and not config.kl_coef:
+            raise UsageError("--adaptive-kl has no weight to adapt: add --kl-coef 0.02")
         if config.k_samples == 1 and config.baseline_type != "ema" and not config.use_gae:
             raise UsageError(f"--k-samples 1 leaves {config.baseline_type} nothing to compare: use ema, or --use-gae")
     if isinstance(config, TextConfig):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -203,11 +204,16 @@ class Rows:
         """(N, T)."""
         return self.mask[:, self.S :]
 
-    def micro_batches(self, size: int) -> list[Tensor]:
-        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together."""
+    def micro_batches(self, size: int, needed: Tensor | None = None) -> list[Tensor]:
+        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together.
+
+        With `needed`, (N,) of bool, groups without such a row are left out.
+        """
         groups = torch.arange(len(self.ids), device=self.ids.device).view(-1, self.K)  # (B, K)
-        longest = self.mask.sum(1).view(-1, self.K).amax(1)  # (B,)
-        return [part.flatten() for part in groups[longest.argsort(stable=True)].split(max(1, size // self.K))]
+        order = self.mask.sum(1).view(-1, self.K).amax(1).argsort(stable=True)  # (B,), the shortest first
+        if needed is not None:
+            order = order[needed[groups].any(1)[order]]
+        return [part.flatten() for part in groups[order].split(max(1, size // self.K)) if len(part)]
 
     def pick(self, rows: Tensor, K: int = 1) -> Rows:
         """Some rows, K per prompt, without the columns that are padding in all of them."""
@@ -406,10 +412,12 @@ def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Samp
 
         seen = learner.tokens if config.kl_warmup_unit == "tokens" else learner.step
         kl_coef = warmed_up(learner.kl.coef, seen, config.kl_warmup)
-        set_lr(learner.optimizer, min(1.0, (learner.step + 1) / max(1, config.lr_warmup)))
+        left = 1 - learner.step / config.steps  # 1 to 0
+        warm = (learner.step + 1) / max(1, config.lr_warmup)
+        set_lr(learner.optimizer, min(1.0, left / (config.lr_decay or left), warm))
         for _ in range(config.updates):
             losses = update(learner, rows, old, advantages, returns, kl_coef, config)
-        learner.kl.update(losses["kl_exact"], rewards.numel())
+        learner.kl.update(losses.get("kl_exact", 0.0), rewards.numel())
         seconds.append(now())
 
         learner.step += 1
@@ -440,39 +448,51 @@ def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: Ches
     return advantages, advantages + values
 
 
+def divergence(learner: Learner, rows: Rows, lp: Tensor, all_log_probs: Tensor, config: ChessConfig
+               ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss's KL term and, at the same tokens, the exact KL divergence from the start: (n, T) each."""
+    with torch.no_grad():
+        ref, all_ref, _ = score(learner.reference, rows, config.temperature)
+    with torch.set_grad_enabled(config.kl_type == "exact"):
+        exact = exact_kl(all_log_probs, all_ref)
+    return (exact if config.kl_type == "exact" else kl_estimate(lp, ref, config.kl_type)), exact
+
+
 def update(
     learner: Learner, rows: Rows, old: Tensor, advantages: Tensor, returns: Tensor, kl_coef: float, config: ChessConfig
 ) -> dict[str, float]:
-    """One optimizer step over all rows, micro-batch by micro-batch.  Returns means over completion tokens."""
-    total = rows.answer_mask.sum()
-    sums = dict.fromkeys(("loss", "kl", "kl_exact", "clip_share", "entropy", "value_loss"), 0.0)
-    for chosen in rows.micro_batches(config.micro_batch):
+    """One optimizer step over all rows, micro-batch by micro-batch.  Returns means over the completion tokens it read.
+
+    Where the policy's is the only term of the loss, a group of equal rewards has no gradient, so it is not read again.
+    """
+    total, read, sums = rows.answer_mask.sum(), 0, defaultdict[str, float](float)
+    more_terms = config.kl_coef or config.entropy_coef or learner.value_head
+    for chosen in rows.micro_batches(config.micro_batch, None if more_terms else advantages.any(1)):
         part = rows.pick(chosen, rows.K)
         mask = part.answer_mask  # (n, T)
         T = mask.shape[1]
         was, advantage = old[chosen, :T], advantages[chosen, :T]
-        with torch.no_grad():
-            ref, all_ref, _ = score(learner.reference, part, config.temperature)
         lp, all_log_probs, hidden = score(learner.model, part, config.temperature)
-        with torch.set_grad_enabled(config.kl_type == "exact"):
-            exact = exact_kl(all_log_probs, all_ref)
-        kl = exact if config.kl_type == "exact" else kl_estimate(lp, ref, config.kl_type)
         with torch.set_grad_enabled(config.entropy_coef > 0):
             spread = entropy(all_log_probs)
-        policy = policy_loss(lp, was, advantage, config.clip_range)
-        loss = policy + kl_coef * kl - config.entropy_coef * spread  # (17)
-        value_loss = torch.zeros_like(loss)
+        clipped = is_clipped(lp, was, advantage, config.clip_range)
+        figures = {"clip_share": clipped, "entropy": spread}
+        loss = policy_loss(lp, was, advantage, config.clip_range) - config.entropy_coef * spread
+        if config.kl_coef:
+            figures["kl"], figures["kl_exact"] = divergence(learner, part, lp, all_log_probs, config)
+            loss = loss + kl_coef * figures["kl"]  # (17)
         if learner.value_head is not None:
-            value_loss = (learner.value_head(hidden) - returns[chosen, :T]) ** 2
-            loss = loss + config.value_loss_coef * value_loss  # (18)
+            figures["value_loss"] = (learner.value_head(hidden) - returns[chosen, :T]) ** 2
+            loss = loss + config.value_loss_coef * figures["value_loss"]  # (18)
         mean_loss = (loss * mask).sum() / total  # mean over the step's tokens, not the micro-batch's
         mean_loss.backward()
-        clipped = is_clipped(lp, was, advantage, config.clip_range)
-        for name, values in (("loss", loss), ("kl", kl), ("kl_exact", exact), ("clip_share", clipped),
-                             ("entropy", spread), ("value_loss", value_loss)):  # fmt: skip
-            sums[name] += ((values.detach() * mask).sum() / total).item()
+        sums["loss"] += mean_loss.item()
+        read += int(mask.sum())
+        for name, values in figures.items():
+            sums[name] += (values.detach() * mask).sum().item()
     if not math.isfinite(sums["loss"]):
         raise Diverged("loss")
+    means = {name: value if name == "loss" else value / read for name, value in sums.items()}
     # Where the policy is still the start, the KL's gradient is rounding noise, and Adam would make full steps of it.
-    real = advantages.any() or config.entropy_coef or kl_coef * sums["kl_exact"] > 1e-6
-    return sums | {"grad_norm": learner.descend(config.max_grad_norm, bool(real))}
+    real = advantages.any() or config.entropy_coef or kl_coef * means.get("kl_exact", 0) > 1e-6
+    return means | {"grad_norm": learner.descend(config.max_grad_norm, bool(real))}

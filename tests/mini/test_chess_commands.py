@@ -9,10 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
+import chess
 import pytest
 import torch
+from torch import Tensor
 
 import mini.__main__
 import mini.chess_lines
@@ -20,6 +22,7 @@ from mini.chess_lines import (
     ANSWER_AT,
     BOARD_AT,
     EMBEDDED,
+    MOVES_AT,
     ChessTask,
     Example,
     Verdict,
@@ -43,7 +46,7 @@ DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 24)
 QUICK = (*DATA, "--warm-steps", 3, "--warm-batch", 4)
 # All answers are invalid after so short a warm start: only with a value head have they something to teach.
 STEPS = 2
-RL = ("--batch-size", 2, "--k-samples", 4, "--save-steps", 1, "--use-gae")
+RL = ("--kl-coef", 0.02, "--batch-size", 2, "--k-samples", 4, "--save-steps", 1, "--use-gae")
 Trained = tuple[Path, str, dict[str, Any]]  # folder, what was said, the JSON object
 
 A_TRUTH = "8/8/8/8/8/8/8/K1k5 w - - 0 1+0.001+0+0"
@@ -149,22 +152,30 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
 
 @torch.no_grad()
-def test_the_embedded_model_begins_with_each_answers_square_at_the_prompts_own(task: ChessTask) -> None:
-    """The first head of the first layer looks from where a square is predicted to the prompt's same square."""
+@pytest.mark.parametrize(("layer", "head", "share"), [(0, 0, 0.7), (0, 2, 0.8), (2, 2, 0.4)])
+def test_the_embedded_model_begins_by_looking_where_the_answer_is(
+    task: ChessTask, layer: int, head: int, share: float
+) -> None:
+    """From where a square is predicted, one head looks at the prompt's same square, one at the move that ends there."""
     torch.manual_seed(0)
-    model, item = embedded_model(), task.corpus.held_out["A"][0]
+    model, D, found = embedded_model(), EMBEDDED.n_embd // EMBEDDED.n_head, list[bool]()
     assert model.config == EMBEDDED
-    prompt = task.prompt_ids(item)
-    assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
-    ids = torch.tensor([*prompt, *task.answer_ids(item)])
-    x = model.wte(ids) + model.wpe(torch.arange(len(ids)))
-    block = model.h[0]
-    assert isinstance(block, Block)
-    assert isinstance(block.attn, Attention)
-    q, k, _ = block.attn.c_attn(block.ln_1(x)).split(EMBEDDED.n_embd, 1)
-    D = EMBEDDED.n_embd // EMBEDDED.n_head
-    looked_at = (q[ANSWER_AT : ANSWER_AT + 64, :D] @ k[:ANSWER_AT, :D].T).argmax(1) - BOARD_AT
-    assert (looked_at == torch.arange(64)).float().mean() > 0.7
+    for item in task.corpus.held_out["A"]:
+        prompt = task.prompt_ids(item)
+        assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
+        ids = torch.tensor([[*prompt, *task.answer_ids(item)]])
+        seen: list[Tensor] = []
+        block = cast(Block, model.h[layer])
+        hook = block.ln_1.register_forward_hook(lambda _, given, out, seen=seen: seen.append(out))
+        model(ids, torch.ones_like(ids))
+        hook.remove()
+        q, k, _ = cast(Attention, block.attn).c_attn(seen[0])[0].split(EMBEDDED.n_embd, 1)
+        q, k = (part[:, head * D : (head + 1) * D] for part in (q, k))
+        end = chess.parse_square(item.prompt.split("+")[1][2:4]) ^ 56  # in the order of a FEN
+        for square in range(64) if head == 0 else (end,):
+            looked_at = int((q[ANSWER_AT + square] @ k[: ANSWER_AT + square + 1].T).argmax())
+            found.append(looked_at == (BOARD_AT + square if head == 0 else MOVES_AT.start + 2))
+    assert sum(found) / len(found) > share
 
 
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +207,7 @@ def chess_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_chess_reports_before_and_after(chess_run: Trained) -> None:
     _, said, told = chess_run
     names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal", "moves"}
-    for moment in ("before", "after", "supervised"):
+    for moment in ("before", "before, likeliest", "after", "supervised"):
         assert set(told[moment]) == names | {"P", "A"}
         assert set(told[moment]["P"]) == set(told[moment]["A"]) == names
     assert 0 < told["rl_seconds"] < told["seconds"]

@@ -248,7 +248,8 @@ def learner_for(model: GPT, reference: GPT, config: ChessConfig) -> Learner:
 
 def make_step(**options: Any) -> Step:
     """The policy has moved a little since it sampled, and a little from the start; the value head says something."""
-    config = ChessConfig(**{"temperature": 0.9, "micro_batch": 5, "lr": 1e-2, "max_grad_norm": 1e9, **options})
+    chosen = {"temperature": 0.9, "micro_batch": 5, "lr": 1e-2, "max_grad_norm": 1e9, "kl_coef": 0.5, **options}
+    config = ChessConfig(**chosen)
     reference, sampler, policy = small_model(1), small_model(1), small_model(1)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -278,7 +279,8 @@ def documents(rows: Rows) -> list[tuple[list[int], list[int]]]:
 def plain_loss(step: Step, kl_coef: float) -> dict[str, float]:
     """The mean loss over completion tokens, from passes over each document alone."""
     c, total = step.config, 0
-    sums = dict.fromkeys(("loss", "kl", "kl_exact", "clip_share", "entropy", "value_loss"), 0.0)
+    names = ("loss", "kl", "kl_exact", "clip_share", "entropy", *(["value_loss"] if step.learner.value_head else []))
+    sums = dict.fromkeys(names, 0.0)
     for n, (prompt, completion) in enumerate(documents(step.rows)):
         now = log_probs_of(step.learner.model, prompt + completion, c.temperature)
         assert isinstance(step.learner.reference, GPT)
@@ -294,18 +296,16 @@ def plain_loss(step: Step, kl_coef: float) -> dict[str, float]:
             kl = {"forward": forward, "reverse": reverse, "symmetric": (forward + reverse) / 2, "exact": exact,
                   "squared": d * d / 2}[c.kl_type]  # fmt: skip
             spread = -sum(math.exp(value) * value for value in now[at])
-            error = 0.0
+            sums["loss"] += kl_coef * kl - c.entropy_coef * spread - min(ratio * advantage, kept * advantage)
             if step.learner.value_head:
                 hidden = step.learner.model(ids, torch.ones_like(ids))
                 error = (step.learner.value_head(hidden)[0, at].item() - step.returns[n, t].item()) ** 2
-            policy = -min(ratio * advantage, kept * advantage)
-            weight = c.value_loss_coef if step.learner.value_head else 0
-            sums["loss"] += policy + kl_coef * kl - c.entropy_coef * spread + weight * error
+                sums["loss"] += c.value_loss_coef * error
+                sums["value_loss"] += error
             sums["kl"] += kl
             sums["kl_exact"] += exact
             sums["clip_share"] += kept * advantage < ratio * advantage
             sums["entropy"] += spread
-            sums["value_loss"] += error
             total += 1
     return {name: value / total for name, value in sums.items()}
 
@@ -388,10 +388,34 @@ def test_the_first_adam_step_is_as_long_as_the_learning_rate() -> None:
     assert torch.cat([part.flatten() for part in moved]).median().item() == pytest.approx(3e-3, rel=1e-3)
 
 
-def test_the_learning_rate_rises_to_its_value() -> None:
-    learner, config = learner_and_config(lr=4e-3, lr_warmup=4)
+@pytest.mark.parametrize(("decay", "last"), [(0.0, [4e-3, 4e-3]), (0.5, [4e-3 * 2 / 3, 4e-3 / 3])])
+def test_the_learning_rate_rises_to_its_value_and_may_fall_at_the_end(decay: float, last: list[float]) -> None:
+    learner, config = learner_and_config(lr=4e-3, lr_warmup=4, lr_decay=decay)
     rates = [learner.optimizer.param_groups[0]["lr"] for _ in train(learner, CountSevens(), config, SAMPLING)]
-    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-3])
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3, *last])
+
+
+def test_groups_without_a_gradient_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three prompts, the third has equal rewards.  The gradient and the figures of the others stay."""
+    seen = list[int]()
+    forward = GPT.forward
+
+    def count(self: GPT, ids: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(ids))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(GPT, "forward", count)
+    steps = [make_step(kl_coef=coef, entropy_coef=0.0) for coef in (0.0, 1.0)]
+    seen.clear()
+    told = steps[0].update(0.0)
+    assert sum(seen) == 2  # a prompt is read once for its group, and the start not at all
+    assert "kl" not in told
+    seen.clear()
+    assert steps[1].update(0.0)["loss"] == pytest.approx(told["loss"])
+    assert sum(seen) == 3 + 3
+    ours, theirs = ([step.learner.optimizer.state[part]["exp_avg"] for part in step.learner.model.parameters()]
+                    for step in steps)  # fmt: skip
+    torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-4)
 
 
 def moved_without_spread(step: Step, kl_coef: float) -> bool:
@@ -413,7 +437,7 @@ def test_groups_without_spread_leave_the_start_alone() -> None:
 @pytest.mark.parametrize("kl_coef", [0.5, 0.0])
 def test_groups_without_spread_still_pull_a_policy_back_to_its_start(kl_coef: float) -> None:
     """As far as the divergence counts."""
-    assert moved_without_spread(make_step(), kl_coef) == (kl_coef > 0)
+    assert moved_without_spread(make_step(kl_coef=kl_coef), kl_coef) == (kl_coef > 0)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
@@ -451,7 +475,9 @@ def test_prompts_and_padding_are_not_trained_on() -> None:
 
 
 def learner_and_config(**options: Any) -> tuple[Learner, ChessConfig]:
-    config = ChessConfig(**{"steps": 6, "batch_size": 3, "k_samples": K, "lr": 3e-3, "temperature": 1.0, **options})
+    chosen = {"steps": 6, "batch_size": 3, "k_samples": K, "lr": 3e-3, "temperature": 1.0, "lr_decay": 0.0,
+              "kl_coef": 0.02, **options}  # fmt: skip
+    config = ChessConfig(**chosen)
     return learner_for(small_model(spread=2), small_model(spread=2), config), config
 
 
