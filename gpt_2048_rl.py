@@ -60,7 +60,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 try:
-    from toolkit import UsageError, archive, bars, objectives
+    from toolkit import UsageError, archive, ask, bars, machine, objectives, ranks, watch
     from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints
@@ -84,7 +84,6 @@ if TYPE_CHECKING:
 
     from toolkit.programs import BackgroundGames
     from toolkit.tiny import Task
-    from toolkit.watch import Progress
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Game
@@ -1481,7 +1480,11 @@ class EvalConfig(EvalOptions, HeldOutOptions, GameOptions, ModelOptions):
 class PlayOptions:
     """Which games to play."""
 
-    file: Path  # Python source that defines strategy(board)
+    file: str  # Python source that defines strategy(board), or a run's folder; after --model, a URL or what eval takes
+    model: bool = False  # ask a model: a server's (http://HOST:PORT), or one that is loaded here
+    answers: Annotated[int, (1, 1000)] = 8  # of the model; the best one's program plays
+    served_name: str = ""  # the model's name at the server; default: the first that it lists
+    seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of the model's sampling
     size: int = 4  # cells along each side of the board
     target: int = 2048  # the tile that wins
     seeds: Annotated[tuple[int, ...], (0, 1 << 63)] = tuple(range(10))  # a game each
@@ -1491,8 +1494,8 @@ class PlayOptions:
 
 
 @dataclass(kw_only=True)
-class PlayConfig(PlayOptions, GameOptions):
-    """Play one strategy file."""
+class PlayConfig(PlayOptions, GameOptions, ModelOptions):
+    """Play one strategy file, or with --model URL_OR_FOLDER the best of some programs that a model writes."""
 
 
 def check_config(config: Any) -> None:
@@ -1504,7 +1507,7 @@ def check_config(config: Any) -> None:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
     kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive")
     needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
-    needs += [f"--model {config.model}"] if getattr(config, "model", "") in ("auto", "tiny") else []
+    needs += [f"--model {m}"] if (m := getattr(config, "model", "")) in ("auto", "tiny") else ["--model"] * (m is True)
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
     option = ""
@@ -1558,8 +1561,6 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     plain = isinstance(config, TrainConfig) and config.loader == "transformers"
     load = {"load_in_4bit": config.weights in ("auto", "4bit"), "load_in_16bit": config.weights == "16bit"}
     if not ALONE:
-        from toolkit import machine
-
         name, load = machine.prepare(name, config, say, tiny_task)
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
@@ -1841,7 +1842,7 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console,
-          games: BackgroundGames | None = None) -> Progress | None:  # fmt: skip
+          games: BackgroundGames | None = None) -> watch.Progress | None:  # fmt: skip
     """Train, from the newest checkpoint on, and save the adapter.  Alone there are no `games`: returns None."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
@@ -1852,8 +1853,6 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
     if games is None:
         trainer.train()
     else:
-        from toolkit import ranks, watch
-
         progress = watch.Progress(trainer, rollouts, games, run, console)
         progress.train()
         weights = ranks.whole_weights(trainer)
@@ -1865,7 +1864,7 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import machine, programs, ranks, results, runs
+    from toolkit import programs, results, runs
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
@@ -1913,7 +1912,7 @@ def read_strategy(path: Path, pool: Pool) -> str:
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
-    from toolkit import evaluation, machine, programs, results
+    from toolkit import evaluation, programs, results
 
     started = time.monotonic()
     pool = shared_pool(jailed=not config.unsafe_no_jail)
@@ -1934,19 +1933,20 @@ def play(config: PlayConfig, console: Console) -> dict[str, Any]:
     from rich.table import Table
 
     pool = shared_pool(jailed=not config.unsafe_no_jail)
-    source = read_strategy(config.file, pool)
-    (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys, config.timeout,
-                                    record=True)  # fmt: skip
-    if config.watch:
-        from toolkit.watch import replay
-
+    if config.model:
+        source, results = ask.best_program(config, sys.modules[__name__], console)
+    else:
+        source = read_strategy(Path(config.file), pool)
+        (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys,
+                                        config.timeout, record=True)  # fmt: skip
+    if config.watch and results:
         game = GameBoard(config.size, results[0].seed, config.target)
-        replay(console, game, list(map(int, results[0].moves)), f"seed {results[0].seed}", config.delay)
+        watch.replay(console, game, list(map(int, results[0].moves)), f"seed {results[0].seed}", config.delay)
     table = Table("seed", "outcome", "moves", "largest tile", "score", "CPU s", "detail")
     for r in results:
         table.add_row(*map(str, (r.seed, r.outcome, r.steps, r.max_tile, r.score)), f"{r.seconds:.3f}", r.detail)
-    console.print(table)
-    return {"file": str(config.file), "size": config.size, "target": config.target, "keys": config.keys,
+    console.print(table if results else "no answer has a program that plays")
+    return {"file": config.file, "source": source, "size": config.size, "target": config.target, "keys": config.keys,
             "games": {str(r.seed): dataclasses.asdict(r) for r in results}, "jailed": pool.jailed}  # fmt: skip
 
 

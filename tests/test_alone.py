@@ -42,6 +42,7 @@ def test_a_copy_plays(copy: Path) -> None:
         ["--model", "a", "--objective", "entropic"],
         ["--model", "a", "--archive", "4"],
         ["play", "a.py", "--watch"],
+        ["play", "--model", "a"],
     ],
 )
 def test_what_needs_the_toolkit_says_so_in_one_line(command: list[str], tmp_path: Path) -> None:

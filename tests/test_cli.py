@@ -99,7 +99,7 @@ def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[st
         (["eval", "/"], "config.json"),
         (["eval", "missing.py"], "missing.py"),
         (["play", "missing.py"], "missing.py"),
-        (["play"], "PATH"),
+        (["play"], "Missing from"),
         (["play", "/dev/null", "--timeout", "-1"], "--timeout"),
         (["play", "/dev/null", "--size", "99"], "size"),
         (["play", "/dev/null", "--size", "-4"], "--size must be a whole number from 2 to 16, not -4"),

@@ -131,23 +131,31 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     return config
 
 
+def program_file(name: str) -> Path:
+    """The file of a program.  A run's folder stands for its best program."""
+    from toolkit import runs
+
+    path = Path(name)
+    if not path.is_dir():
+        return path
+    if not (path / runs.BEST_PROGRAM).is_file():
+        raise UsageError(f"{path} is no run with a {runs.BEST_PROGRAM}: name a run's folder or a .py file")
+    return path / runs.BEST_PROGRAM
+
+
 def with_own_game(config: Any, argv: list[str], prog: str, check: Callable[[Any], None]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit import machine, runs
 
     fields = {field.name for field in dataclasses.fields(config)}
-    if getattr(config, "reasoning", "none") != "none":
+    if config.reasoning != "none":
         fields.remove("max_new_tokens")  # the effort that is asked for has its own
-    plays = "file" in fields
-    if plays and config.file.is_dir():  # a run's folder stands for its best program
-        if not (config.file / runs.BEST_PROGRAM).is_file():
-            raise UsageError(f"{config.file} is no run with a {runs.BEST_PROGRAM}: name a run's folder or a .py file")
-        config.file /= runs.BEST_PROGRAM
-    path = config.file if plays else Path(machine.resolve_model(config.model))
+    plays = "file" in fields and not config.model
+    path = program_file(config.file) if plays else Path(machine.resolve_model(getattr(config, "file", config.model)))
     options = runs.options_of(path, fields)
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:
-        made_for.file = path
+        config.file = made_for.file = str(path)
     check(made_for)
     if made_for != config:
         print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)

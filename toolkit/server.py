@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import VLLM, UsageError, tiny
+from toolkit import VLLM, UsageError, tiny, visible
 from toolkit.export import full_precision, write_adapter
 from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
 from toolkit.ranks import by_first_rank, whole_weights
@@ -50,6 +50,8 @@ class ServerConfig(ModelConfig, Protocol):
 class Server:
     """A vLLM server's endpoints.  Every error becomes a UsageError."""
 
+    largest = 1 << 28  # bytes of an answer
+
     def __init__(self, url: str, log: str = "its log") -> None:
         self._url, self._log = url.rstrip("/"), log
 
@@ -60,12 +62,21 @@ class Server:
             asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
             try:
                 with DIRECT.open(asked, timeout=seconds) as answer:
-                    return bytes(answer.read())
+                    return self._read(answer, time.monotonic() + seconds)
             except urllib.error.HTTPError as error:
-                reason = error.read().decode(errors="replace")[:300]
+                reason = f"{error.code} {error.read(300).decode(errors='replace')}"
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = str(error)
-        raise self._failed(path, reason)
+            reason = str(getattr(error, "reason", error))
+        raise self._failed(path, visible(reason)[:300])
+
+    def _read(self, answer: http.client.HTTPResponse, deadline: float) -> bytes:
+        """A whole answer.  A timeout of the connection would begin anew with every byte."""
+        read = bytearray()
+        while part := answer.read1(1 << 16):
+            read += part
+            if len(read) > self.largest or time.monotonic() > deadline:
+                raise OSError(f"its answer does not end: {len(read)} bytes so far")
+        return bytes(read)
 
     def _failed(self, path: str, reason: str) -> UsageError:
         return UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")

@@ -1,0 +1,245 @@
+"""`play --model`: what a server is asked, how each kind of server answers, and a model that is loaded here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests import preloaded
+from tests.conftest import Run
+from tests.helpers import HONEST, ROOT, run
+from toolkit import UsageError
+from toolkit.ask import ChatServer
+
+GAME = ("--size", "3", "--target", "16", "--seeds", "1", "2")  # random moves reach it
+FENCED = f"```python\n{HONEST}```"
+POOR = '```python\ndef strategy(board):\n    return "no key"\n```'
+
+
+class Fake:
+    """A server that lists models, and answers each request with the next of `answers`: the last one again and again."""
+
+    def __init__(self, *answers: bytes | Iterator[bytes], status: int = 200, models: object = ("first", "second")):
+        self.answers, self.status, self.asked = list(answers), status, list[dict[str, Any]]()
+        listed = {"data": [{"id": name} for name in models]} if isinstance(models, tuple) else models
+        self.models = json.dumps(listed).encode()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Its address while it runs."""
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self, status: int, body: bytes | Iterator[bytes]) -> None:
+                self.send_response(status)
+                self.end_headers()
+                with contextlib.suppress(OSError):  # whoever asked has gone
+                    for part in [body] if isinstance(body, bytes) else body:
+                        self.wfile.write(part)
+
+            def do_GET(self) -> None:
+                self.reply(200, fake.models)
+
+            def do_POST(self) -> None:
+                fake.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                body = fake.answers.pop(0) if len(fake.answers) > 1 else fake.answers[0]
+                if body:
+                    self.reply(fake.status, body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            listening.server_close()
+
+
+def chat(content: object, end: str = "stop", **message: object) -> bytes:
+    """A chat completion."""
+    return json.dumps({"choices": [{"message": {"content": content} | message, "finish_reason": end}]}).encode()
+
+
+Ask = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """`play --model` of a server, which must succeed.  Returns what --json prints, and what is shown."""
+
+    def ask_here(fake: Fake, *options: object) -> tuple[dict[str, Any], str]:
+        with fake.running() as url:
+            assert program.main(["play", "--model", url, *GAME, "--json", *map(str, options)]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return ask_here
+
+
+def test_a_server_is_asked_with_the_prompt_of_an_evaluation(ask: Ask) -> None:
+    """The request holds only what every server knows: some refuse a field that they lack."""
+    fake = Fake(chat(FENCED))
+    told, _ = ask(fake, "--answers", 2, "--keys", "wasd", "--temperature", 0.5)
+    prompt = program.build_prompt(3, 16, "wasd", wording=-1)
+    messages = [{"role": "user", "content": prompt}]
+    assert fake.asked == [{"model": "first", "messages": messages, "temperature": 0.5, "max_tokens": 200, "seed": seed}
+                          for seed in (3407, 3408)]  # fmt: skip
+    assert {game["outcome"] for game in told["games"].values()} == {"invalid_move"}  # its keys are bépo's
+
+
+def test_the_best_answer_plays(ask: Ask) -> None:
+    told, shown = ask(Fake(chat(POOR), chat(FENCED), chat(POOR)), "--answers", 3)
+    assert told["source"] == HONEST.rstrip()
+    assert [game["outcome"] for game in told["games"].values()] == ["success", "success"]
+    assert [line.partition(",")[0] for line in shown.splitlines() if line.startswith("answer")] == [
+        "answer 1: wins 0 of 2 games", "answer 2: wins 2 of 2 games", "answer 3: wins 0 of 2 games"]  # fmt: skip
+
+
+def test_an_answer_is_watched_like_a_file(ask: Ask) -> None:
+    told, shown = ask(Fake(chat(FENCED)), "--answers", 1, "--watch", "--delay", 0)
+    steps = told["games"]["1"]["steps"]
+    assert f"seed 1  move {steps}/{steps}" in shown
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [chat("final answer: " + FENCED, reasoning_content="We need a program."),  # llama.cpp
+     chat("final answer: " + FENCED, reasoning="We need a program."),  # vLLM, Ollama
+     chat(f"analysisWe need code. ```python\n{POOR}```assistantfinal{FENCED}"),  # special tokens are left out
+     chat(f"<|channel|>analysis<|message|>{POOR}<|end|><|start|>assistant<|channel|>final<|message|>{FENCED}"),
+     chat(f"<think>We need code.</think>{FENCED}")],
+)  # fmt: skip
+def test_an_analysis_is_not_the_answer(answer: bytes, ask: Ask) -> None:
+    """Whether the server takes it apart or leaves it in the text."""
+    fake = Fake(answer)
+    told, _ = ask(fake, "--answers", 1, "--reasoning", "low")
+    assert told["source"] == HONEST.rstrip()
+    assert (fake.asked[0]["reasoning_effort"], fake.asked[0]["max_tokens"]) == ("low", 1024)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(chat("I will\x1b[2J not. \ud800"), r"no program: I will\x1b[2J not. \ud800"),
+     (chat(None, reasoning="We need"), "no program: it is empty"),
+     (chat("", "length", reasoning="We need"), "no program (cut off: more --max-new-tokens, or --"),
+     (chat("x" * 10_000), "no program: " + "x" * program.LIMITS.detail_chars + "\n"),
+     (chat("```python\nx = 1 / 0\ndef strategy(board):\n    return 1\n```"), "does not load: ZeroDivisionError"),
+     (chat("```python\nimport os\ndef strategy(board):\n    return 1\n```"), "does not play: it imports os")],
+)  # fmt: skip
+def test_an_answer_without_a_program_is_said_and_is_no_error(answer: bytes, said: str, ask: Ask) -> None:
+    told, shown = ask(Fake(answer), "--answers", 1)
+    assert (told["source"], told["games"]) == (None, {})
+    assert f"answer 1: {said}" in shown
+    assert "no answer has a program that plays" in shown
+    assert "\x1b" not in shown
+
+
+def endless() -> Iterator[bytes]:
+    while True:
+        yield b" " * (1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("fake", "said"),
+    [(Fake(b'{"error": {"message": "model is \x1b[2J not loaded"}}', status=404), r"not loaded"),
+     (Fake(b"<html>It works!</html>"), "not OpenAI's format: <html>It works!"),
+     (Fake(b'{"error": "out of memory"}'), "out of memory"),
+     (Fake(b'{"choices": []}'), "not OpenAI's format"),
+     (Fake(b'{"choices": [{"message": "text"}]}'), "not OpenAI's format"),
+     (Fake(chat([{"type": "text", "text": FENCED}])), "not OpenAI's format"),
+     (Fake(b"[" * 100_000), "not OpenAI's format"),
+     (Fake(b'{"choices": [{"mess'), "not OpenAI's format"),
+     (Fake(b""), "closed connection without response"),
+     (Fake(endless()), "its answer does not end"),
+     (Fake(b"", models=()), "lists no models: name one with --served-name"),
+     (Fake(b"", models=[]), "not OpenAI's format: []")],
+)  # fmt: skip
+def test_a_server_that_fails_is_one_line_and_exit_code_2(
+    fake: Fake, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake.running() as url:
+        assert program.main(["play", "--model", url, *GAME]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+    assert "\x1b" not in error
+
+
+def test_an_answer_that_drips_is_ended() -> None:
+    """Each byte comes in time, the whole never."""
+
+    def drops() -> Iterator[bytes]:
+        while True:
+            yield b" "
+            time.sleep(0.01)
+
+    with Fake(drops()).running() as url, pytest.raises(UsageError, match="its answer does not end"):
+        ChatServer(url).ask("/v1/chat/completions", {}, seconds=0.5)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_with_the_version(ending: str) -> None:
+    with Fake().running() as url:
+        assert ChatServer(url + ending).first_model() == "first"
+        assert ChatServer(url.removeprefix("http://") + ending).first_model() == "first"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["http://127.0.0.1:9/v1"], "error: http://127.0.0.1:9/v1/models failed ([Errno 111] Connection refused): start"),
+     (["localhost:9"], "error: http://localhost:9/v1/models failed"),
+     (["http://[half"], "error: http://[half/v1/models failed (Invalid IPv6 URL)"),
+     (["/"], "error: / holds no model"),
+     (["gpt-oss:20b"], "error: model 'gpt-oss:20b' is neither auto, tiny, a folder that exists nor a hub id"),
+     (["tiny", "--reasoning", "low"], "error: the embedded model cannot reason"),
+     (["tiny", "--answers", "0"], "error: --answers must lie between 1 and 1000, not 0"),
+     ([], "error: Missing from")],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["play", "--model", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+
+
+def test_the_documented_client_judges_an_answer_and_shows_the_board(tmp_path: Path) -> None:
+    """Random moves do not make 2048: the last board is full, and the program stands above it."""
+    client = tmp_path / "client.py"
+    _, _, code = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").partition("```python\n")
+    client.write_text(code.partition("```")[0], encoding="utf-8")
+    fake = Fake(chat(FENCED))
+    with fake.running() as url:
+        done = run(f"{url}/v1", "second", script=client, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    *source, outcome, _, _, _, last = done.stdout.splitlines()
+    assert ("\n".join(source), outcome) == (HONEST.rstrip(), "lost")
+    assert 0 not in json.loads(last)
+    assert fake.asked[0]["model"] == "second"
+
+
+@pytest.mark.slow
+def test_a_run_is_asked_in_the_game_that_it_was_trained_for(trained: Run) -> None:
+    """Its model is loaded here.  What it says is judged as in training."""
+    done = preloaded.run("play", "--model", trained.folder, "--answers", 8, "--target", 16, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert "options taken from" in done.stderr
+    assert (told["size"], told["target"]) == (3, 16)  # the first held-out board of the short run
+    assert done.stderr.count("\nanswer ") == 8
+    assert "def strategy(board):" in told["source"]
