@@ -527,7 +527,7 @@ def tables(columns: dict[str, Report]) -> str:
 
 EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
 BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
-SIDE, CLOCKS = BOARD_AT + 64, slice(BOARD_AT + 67, BOARD_AT + 71)  # of the FEN's side to move and of its digits
+SIDE, NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side to move and of its move number
 POSITION = 71  # tokens of a FEN
 WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
 
@@ -538,8 +538,8 @@ def embedded_model() -> GPT:
 
     Its attention begins by copying (start_by_copying), so it has to know from where.  An answer's square starts with
     the position embedding of the prompt's same square, and so do the tokens that name this square in a move.  A square
-    is half its file and rank, half itself; the clocks' digits are near the side to move, which decides who counts.  The
-    first layer compares places only, and copies what it finds there.
+    is half its file and rank, half itself, and the move number's digits are half the side to move, because it counts
+    Black's moves.  The first layer compares places only, and copies what it finds there.
     """
     model = GPT(EMBEDDED)
     model.start_by_copying(12, 1.0)
@@ -550,7 +550,7 @@ def embedded_model() -> GPT:
     wpe[:, :WHAT] = 0
     wpe[MOVES_AT] *= 0.2
     wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
-    wpe[CLOCKS] = 0.6 * wpe[CLOCKS] + 0.8 * wpe[SIDE]
+    wpe[NUMBER] = 0.7 * wpe[NUMBER] + 0.7 * wpe[SIDE]
     wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
     wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
     ends = {end: 0.2 * torch.randn(WHAT) for end in ("from", "to")}
