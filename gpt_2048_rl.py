@@ -1401,9 +1401,11 @@ class GRPOOptions:
     objective: Literal["mean", "entropic", "max_at_k"] = "mean"  # of a group: its mean reward, or one for its best
     max_at: Annotated[int, (2, 1024)] = 8  # k of max_at_k
     archive: Annotated[int, (0, 1000)] = 0  # best programs so far, of which each prompt shows one; 0: none
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dr_grpo"  # TRL's loss_type
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dr_grpo"  # TRL's
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the probability ratio: TRL's
     scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
     epsilon: Annotated[float, (0.0, 1.0)] = 0.2  # clip range of the probability ratio
+    epsilon_high: Annotated[float, (0.0, 1000.0)] = 0.0  # its upper end; 0: as epsilon; of cispo the largest ratio, 5
     entropy_coef: Annotated[float, (0.0, 1.0)] = 0.0  # bonus for entropy
     beta: Annotated[float, (0.0, 100.0)] = 0.0  # weight of the KL divergence from the initial model
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
@@ -1433,6 +1435,7 @@ class RunOptions:
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
     race_seconds: Annotated[float, (1.0, 1e5)] = 30.0  # for the games by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as the run's
+    report_to: str = "tensorboard"  # tensorboard, wandb, trackio, mlflow, with commas between several; or none
     quiet: bool = False  # print only the result
 
 
@@ -1505,8 +1508,8 @@ def check_config(config: Any) -> None:
         for low, high in getattr(hint, "__metadata__", ()):
             if out := [number for number in numbers if not low <= number <= high]:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
-    kind, more = type(config), ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive")
-    needs = [f"--{name.replace('_', '-')}" for name in more if getattr(config, name, 0) != getattr(kind, name, 0)]
+    own = ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive", "report_to")
+    needs = [f"--{n.replace('_', '-')}" for n in own if getattr(config, n, 0) != getattr(type(config), n, 0)]
     needs += [f"--model {m}"] if (m := getattr(config, "model", "")) in ("auto", "tiny") else ["--model"] * (m is True)
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
@@ -1799,9 +1802,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             self.observe(batch)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
-            if not config.skip_flat_groups:
-                return batch
-            return without_flat_groups(batch, rollouts.flat, by_token=self.loss_type in ("dapo", "bnpo"))
+            flat = rollouts.flat if config.skip_flat_groups else []
+            return without_flat_groups(batch, flat, self.loss_type in ("bnpo", "dapo", "cispo", "vespo"))
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             super().log(logs | (self.curves() if "loss" in logs else {}), *args, **kwargs)
@@ -1817,26 +1819,24 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
     gpu, plain = torch.cuda.is_available(), config.loader == "transformers"
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
     same = ("temperature", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "loss_type",
-            "scale_rewards", "epsilon", "entropy_coef", "beta", "save_steps", "seed")  # fmt: skip
+            "importance_sampling_level", "scale_rewards", "epsilon", "entropy_coef", "beta", "save_steps")  # fmt: skip
     arguments = GRPOConfig(
         **{name: getattr(config, name) for name in same},  # TRL's names
         output_dir=str(run), max_steps=config.steps, logging_steps=1, report_to="none", disable_tqdm=True,
         per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=config.accumulation,
-        num_generations=config.generations, max_completion_length=config.max_new_tokens,
-        chat_template_kwargs=template_arguments(config.reasoning),
+        num_generations=config.generations, max_completion_length=config.max_new_tokens, seed=config.seed,
+        chat_template_kwargs=template_arguments(config.reasoning), reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
-        optim="adamw_torch_fused", epsilon_high=config.epsilon,  # in 8 bits each small tensor has its own kernels
+        optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
+        epsilon_high=config.epsilon_high or (5.0 if config.loss_type == "cispo" else config.epsilon),
         vllm_importance_sampling_correction=config.sampler == "vllm",  # Unsloth's default is off
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
-        **({"gradient_checkpointing": gpu} if plain else {}),  # Unsloth's loader has set it
-        # In how many forward passes Unsloth takes a batch.  Unnamed, that follows from the memory free at the moment.
-        **({"unsloth_grpo_mini_batch": 1} if gpu and not plain else {}),
-        reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
+        # Unsloth's loader has set checkpointing.  Unnamed, its forward passes a batch follow from the memory free then.
+        **({"gradient_checkpointing": gpu} if plain else {"unsloth_grpo_mini_batch": 1} if gpu else {}),
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
-        save_strategy="no" if ALONE else "steps",
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
-        use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
+        save_strategy="no" if ALONE else "steps", use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
     return trainer_class(rollouts, config, run)(model=model, processing_class=tokenizer, args=arguments,
                                                 train_dataset=rows, reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
 
@@ -1864,13 +1864,13 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import programs, results, runs
+    from toolkit import programs, results, runs, trackers
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     ranks.join_ranks(config, partial(machine.prepare_environment, rows=machine.rows_at_once(config)))
     pool = shared_pool(jailed=not config.unsafe_no_jail)
-    run = by_first_rank(partial(runs.open_run, config))
+    run = trackers.kept_in(by_first_rank(partial(runs.open_run, config)))
     games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
     model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
     model = add_adapters(model, config)

@@ -128,7 +128,7 @@ class TrainsNoFurther:
 
     def __init__(self, step: int) -> None:
         self.state = SimpleNamespace(global_step=step)
-        self.model = SimpleNamespace(_get_logits_processor=None)
+        self.model, self.args = SimpleNamespace(_get_logits_processor=None), SimpleNamespace()
         self.remove_callback = self.add_callback = self.train = lambda *_, **__: None
 
 

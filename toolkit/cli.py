@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolkit import VLLM, UsageError, bars
+from toolkit import VLLM, UsageError, bars, objectives, trackers
 from toolkit.ranks import RANK, RANKS, SHARDED
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
 # The options that may differ when a run is resumed.
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", "vllm_server"}
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", "vllm_server", "report_to"}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
@@ -124,6 +124,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
     if config.recipe == "published" and config.objective != "mean":
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
+    objectives.check_loss(config)
+    trackers.named(config.report_to)
     if config.loader == "unsloth" and SHARDED:
         raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
     if config.vllm_server or config.sampler == "vllm":

@@ -65,7 +65,8 @@ def keep_game(evaluator: Evaluator, run: Path, step: int, source: str, games: Se
     """Leave the best of the best program's games on held-out boards in a run's folder and among its curves."""
     game = best_game(evaluator, games)
     runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
-    watch.show_best(run, step, source, game)
+    if "tensorboard" in evaluator.config.report_to:
+        watch.show_best(run, step, source, game)
 
 
 def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
@@ -116,7 +117,8 @@ def write_result(
         "jailed": jailed,
         "seconds": round(time.monotonic() - started, 1),
     }
-    runs.write_result(run, result)
+    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
+    runs.write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")  # one line per entry
     card = model_card(str(adapter_base(str(run / "adapter"))), "lora", run)
     for folder in (run, run / "adapter"):  # instead of the libraries' own
         runs.write_whole(folder / "README.md", card)

@@ -7,7 +7,7 @@ A run writes these files to OUTPUT_DIR/RUN_NAME:
                         config in training_config.json
     before.json         the untrained model's scores
     rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
-    events.out.*        TensorBoard's curves
+    events.out.*        TensorBoard's curves; wandb/, trackio/, mlflow.db    other trackers'
     result.json         the scores on the held-out boards; a run without it can be resumed, one with it needs more steps
     result-STEPS.json   the result before more steps
     best_strategy.py, best_game.json, report.html
@@ -527,28 +527,32 @@ class Run:
     config: dict[str, Any]
     result: dict[str, Any]  # result.json; empty if the run has not ended
     held_out: dict[str, HeldOut]  # by stage, the result first; empty if the run has not ended
-    curves: dict[str, dict[int, float]]  # TensorBoard's: value by step
+    curves: dict[str, dict[int, float]]  # value by step
     steps: dict[int, Step]
     best: str  # source of the best program, or ""
     best_of_n: str  # of the untrained model, or ""
     game: dict[str, Any]  # its best game, or empty
 
 
-def write_result(run: Path, result: Mapping[str, Any]) -> None:
-    """Write result.json, one line per entry."""
-    lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
-    write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")
-
-
 def read_curves(folder: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's curves by name, without values that are not finite.  Of a step logged twice, the last counts."""
+    """A run's curves by name, of its newest checkpoint's log and of TensorBoard, without values that are not finite."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run repeats steps is no matter
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
     events.Reload()
-    return {tag.removeprefix("train/"): {e.step: e.value for e in events.Scalars(tag) if math.isfinite(e.value)}
-            for tag in events.Tags()["scalars"]}  # fmt: skip
+    points: list[tuple[str, int, float]] = []
+    for file in (checkpoint / "trainer_state.json" for checkpoint in checkpoints(folder)[:1]):
+        with contextlib.suppress(UsageError), naming(file):  # TensorBoard may have what a damaged checkpoint lacks
+            points += [(name, logs["step"], value) for logs in read_json(file)["log_history"] if "loss" in logs
+                       for name, value in logs.items() if isinstance(value, int | float)]  # fmt: skip
+    for tag in events.Tags()["scalars"]:
+        points += [(tag.removeprefix("train/"), event.step, event.value) for event in events.Scalars(tag)]
+    curves: dict[str, dict[int, float]] = {}
+    for name, step, value in points:  # of several values for a step, the last counts
+        if math.isfinite(value):
+            curves.setdefault(name, {})[step] = value
+    return curves
 
 
 def read_game(file: Path) -> dict[str, Any]:

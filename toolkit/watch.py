@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit import evaluation, runs, visible
+from toolkit import evaluation, runs, trackers, visible
 from toolkit.programs import BackgroundGames, Game, evaluate_model, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 from toolkit.sampler import Recorder, sampled_curves
@@ -330,18 +330,19 @@ class Progress:
             self._view.say(f"resuming after step {step}; the learning rate is that of {self._config.steps} steps")
         elif by_first_rank(partial(runs.forget_steps, self.run)):
             self._view.say("no checkpoint is left to resume from: training starts again at step 1")
+        options: Any = self._config
         self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
+        trackers.report(self._trainer, options.report_to, self.run)
         self._trainer.add_callback(callback(self))
-        if RANK == 0:
+        if RANK == 0 and "tensorboard" in options.report_to:
             self._writer = SummaryWriter(self.run, purge_step=step + 1)
             self._trainer.add_callback(TensorBoardCallback(self._writer))
-        options: Any = self._config
         if options.sampler == "vllm":
             from toolkit.server import sample_with_vllm
 
             self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
             sample_with_vllm(self._trainer, options, self.run)
-        with self._view, self._interruption:
+        with self._view, self._interruption, trackers.blaming_the_tracker():
             self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def result(self) -> dict[str, Any]:
