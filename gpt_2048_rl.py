@@ -1124,8 +1124,7 @@ class _Worker:
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
     """Referee workers, by default one per core of this process's rank, at a `priority` as nice(1) has it.  Safe to use
-    from several threads.  A context manager; close() leaves no process behind.  Raises JailError where the jail does
-    not hold, unless not `jailed`."""
+    from several threads.  close() leaves no process behind.  Raises JailError where the jail does not hold."""
 
     def __init__(self, workers: int | None = None, jailed: bool = True, priority: int = 0) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -1156,7 +1155,8 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                         errors.append(error)
 
         # Daemon threads, not an executor: that would play its whole queue before Python may exit.
-        threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in self._workers]
+        idle_first = sorted(self._workers, key=lambda worker: worker._turn.locked())  # other threads keep some busy
+        threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in idle_first]
         try:
             for thread in threads:
                 thread.start()
@@ -1225,9 +1225,9 @@ def completion_text(completion: Any) -> str:
 
 def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
     """The verdict on each completion.  A batch is judged once, whichever reward asks first.  The game comes from the
-    dataset's columns, one entry per completion: `seeds` (boards), `size`, `target`, `keys`, `timeout`, `reasons`."""
-    rows = [{name: kwargs[name][i] for name in kwargs.keys() & {"size", "target", "keys", "timeout", "reasons"}}
-            for i in range(len(completions))]  # fmt: skip
+    dataset's columns, an entry per completion: `seeds`, `size`, `target`, `keys`, `timeout`, `reasons`, `record`."""
+    names = kwargs.keys() & {"size", "target", "keys", "timeout", "reasons", "record"}
+    rows = [{name: kwargs[name][i] for name in names} for i in range(len(completions))]
     boards = map(tuple, kwargs.get("seeds", [BOARDS] * len(completions)))
     jobs = (Job(completion_text(completion), seeds, completion=True, **row)
             for completion, seeds, row in zip(completions, boards, rows, strict=True))  # fmt: skip

@@ -1,11 +1,11 @@
-#!/usr/bin/env python3
-"""The task as an OpenEnv environment: the strategy is the action, and the program's own referee judges it.
+"""The task as an OpenEnv environment: the answer is the action, and the program's own referee judges it.
 
-    ./setup.sh --with openenv python integrations/openenv_2048.py --port 8000
+    ./setup.sh --with openenv python -m integrations.openenv_2048 --port 8000
 
-`reset` draws boards and gives the prompt.  `step` takes an answer, plays its strategy in the jail on those boards and
-ends the episode with the reward of training.  A `seed` draws the same boards again, on the same machine: they come from
-its secret, so that no strategy can work them out.
+`reset` draws boards and gives the prompt; a `seed` draws the same boards again, on the same machine.  `step` takes an
+answer and plays its program in the jail on those boards.  With several `turns`, the outcome comes back as `feedback`,
+and the next answer plays the same boards, so no bad game is drawn again.  The last answer counts: a step's reward is
+what it adds to that of the answer before, and an episode's sum is the last answer's reward.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import tyro
 import uvicorn
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -30,30 +25,31 @@ from openenv.core.env_server.types import Action, Observation, State
 from starlette.websockets import WebSocketDisconnect
 
 import gpt_2048_rl as program
+from integrations import task
 
 
-@dataclass(frozen=True)
-class Args:
-    """The game and the server."""
+@dataclass(kw_only=True, frozen=True)
+class Args(task.Game):
+    """Serve the task to OpenEnv's clients."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     sessions: int = 16  # at once
-    boards: int = 4  # that a strategy plays
-    size: int = 6
-    target: int = 2048
-    keys: program.Layout = "bepo"
-    timeout: float = 5.0  # CPU seconds for a game's first thousand moves, and for each thousand more
+    turns: int = 1  # answers in an episode; it ends sooner when every game is won, or a program cheats
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        task.check_count("turns", self.turns, 64)
 
 
-class Answer(Action):  # type: ignore[misc]
+class Answer(Action):
     """What a model wrote: a program in a fence, with or without prose around it, or the program alone."""
 
     answer: str
 
 
-class Judged(Observation):  # type: ignore[misc]
-    """The prompt; after a step also what became of the strategy.  `done` and `reward` are OpenEnv's own."""
+class Judged(Observation):
+    """The prompt; after a step also what became of the program.  `done` and `reward` are OpenEnv's own."""
 
     prompt: str
     works: str = ""  # "load", "fail" or "none"
@@ -61,43 +57,42 @@ class Judged(Observation):  # type: ignore[misc]
     outcomes: list[str] = []  # noqa: RUF012 - one a board; pydantic copies it
     largest_tiles: list[int] = []  # noqa: RUF012
     details: list[str] = []  # noqa: RUF012
+    feedback: str = ""  # the next message to the model; empty when the episode is done
 
 
-class Game2048(Environment[Answer, Judged, State]):  # type: ignore[misc]
-    """One episode: a prompt, an answer, its reward."""
+class Game2048(Environment[Answer, Judged, State]):
+    """One episode: a prompt and up to `turns` answers."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True  # the pool of players is made for it
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        self._args, self._state = args, State()
+        self._args = args
         self.reset()
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Judged:
         """New boards and a wording of the task."""
         drawn = secrets.randbits(62) if seed is None else seed
-        self._boards = program.board_seeds(self._args.boards, "openenv", drawn)
-        self._prompt = program.build_prompt(self._args.size, self._args.target, self._args.keys,
-                                            wording=drawn % (len(program.WORDINGS) - 1))  # fmt: skip
-        self._state = State(episode_id=episode_id or secrets.token_hex(8), step_count=0)
-        return Judged(prompt=self._prompt)
+        self._question = task.Question.read({**vars(self._args), "index": drawn, "split": "train"})
+        self._state, self._reward = State(episode_id=episode_id or secrets.token_hex(8), step_count=0), 0.0
+        return Judged(prompt=self._question.prompt)
 
     def step(self, action: Answer, timeout_s: float | None = None, **_: Any) -> Judged:
-        """Play the answer's strategy; the reward is the sum of the three rewards of training."""
+        """Play the answer's program.  The reward is what the sum of training's three rewards has grown by."""
         self._state.step_count += 1
-        args = self._args
-        columns = {"seeds": [self._boards], "size": [args.size], "target": [args.target], "keys": [args.keys],
-                   "timeout": [args.timeout]}  # fmt: skip
-        (verdict,) = program.judge([action.answer], **columns)
+        verdict, rewards = task.judge(self._question, action.answer)
+        before, self._reward = self._reward, sum(rewards.values())
+        done = task.is_final(verdict) or self._state.step_count >= self._args.turns
         return Judged(
-            prompt=self._prompt,
-            done=True,
-            reward=sum(reward([action.answer], **columns)[0] for reward in program.REWARDS),
+            prompt=self._question.prompt,
+            done=done,
+            reward=self._reward - before,
             works=verdict.works,
             cheating=verdict.cheating,
             outcomes=[result.outcome for result in verdict.results],
             largest_tiles=[result.max_tile for result in verdict.results],
-            details=[program.printable(result.detail) for result in verdict.results],
+            details=[result.detail for result in verdict.results],
+            feedback="" if done else task.feedback(self._question, verdict),
         )
 
     @property
@@ -106,21 +101,16 @@ class Game2048(Environment[Answer, Judged, State]):  # type: ignore[misc]
         return self._state
 
 
-def main(args: Args) -> int:
+def serve(args: Args) -> int:
     """Serve until it is stopped."""
     try:
-        program.check_game(args.size, args.target)
         listener = socket.create_server((args.host, args.port))
-        program.shared_pool()
-    except (ValueError, program.JailError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        print(f"error: cannot listen at {args.host}, port {args.port} ({why}): choose another", file=sys.stderr)
-        return 2
-    make: Callable[[], Game2048] = lambda: Game2048(args)  # noqa: E731 - a session has its own
-    app = create_fastapi_app(make, Answer, Judged, max_concurrent_envs=args.sessions)
+        raise program.UsageError(
+            f"cannot listen at {args.host}, port {args.port} ({why}): choose another") from None  # fmt: skip
+    program.shared_pool()
+    app = create_fastapi_app(lambda: Game2048(args), Answer, Judged, max_concurrent_envs=args.sessions)
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect)))  # fmt: skip
@@ -130,4 +120,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    sys.exit(task.start(Args, serve, "python -m integrations.openenv_2048"))

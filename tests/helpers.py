@@ -20,6 +20,7 @@ ROOT = Path(program.__file__).resolve().parent
 HONEST = 'import random\ndef strategy(board):\n    return random.choice("éuai")\n'
 ORDINARY = "os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)"
 HELD_OUT = ("--held-out", "3:64", "4:16")  # short games, also for the expert among the controls
+ALWAYS_UP = 'def strategy(board):\n    return "é"\n'  # gets stuck
 FOR_EVER = "def strategy(board):\n    while True:\n        pass\n"
 
 

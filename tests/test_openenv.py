@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import FOR_EVER, HONEST, ROOT, wait_until
+from tests.helpers import ALWAYS_UP, FOR_EVER, HONEST, ROOT, wait_until
 
 pytest.importorskip("openenv", reason="optional: ./setup.sh --with openenv")
 pytestmark = pytest.mark.optional
 
-SERVER = str(ROOT / "integrations" / "openenv_2048.py")
+SERVER = ("-m", "integrations.openenv_2048")
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a server with a short limit of time and a low target."""
+    """Of a server with a short limit of time, a low target and two turns."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, SERVER, "--port", str(port), "--target", "256", "--boards", "2",
-               "--timeout", "0.5"]  # fmt: skip
+    command = [sys.executable, *SERVER, "--port", str(port), "--target", "256", "--boards", "2",
+               "--timeout", "0.5", "--turns", "2"]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT) as server:
         try:
-            assert wait_until(lambda: answers(port), 60)
+            assert wait_until(lambda: answers(port), 300)
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
@@ -40,11 +40,11 @@ def address() -> Iterator[str]:
 def test_ctrl_c_ends_the_server_without_a_traceback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, SERVER, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, *SERVER, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE,
                           text=True) as server:  # fmt: skip
-        assert wait_until(lambda: serves(port), 60)
-        server.send_signal(signal.SIGINT)
         try:
+            assert wait_until(lambda: serves(port), 300)
+            server.send_signal(signal.SIGINT)
             assert "Traceback" not in server.communicate(timeout=60)[1]
         finally:
             server.kill()
@@ -87,8 +87,7 @@ def test_an_episode_is_a_prompt_an_answer_and_its_reward(address: str) -> None:
 
 
 def test_a_seed_draws_the_same_boards_again(address: str) -> None:
-    program_that_is_bad = 'def strategy(board):\n    return "u"\n'
-    first, second, other = (episode(address, program_that_is_bad, seed)[1] for seed in (1, 1, 2))
+    first, second, other = (episode(address, ALWAYS_UP, seed)[1] for seed in (1, 1, 2))
     assert first.observation == second.observation
     assert first.reward == second.reward
     assert first.observation != other.observation or first.reward != other.reward
@@ -109,6 +108,31 @@ def test_hostile_answers_end_as_in_training(address: str, answer: str, outcome: 
     assert last.reward < episode(address, HONEST)[1].reward
 
 
+def test_the_outcome_comes_back_and_the_last_answer_counts(address: str) -> None:
+    from openenv.core import GenericEnvClient
+
+    with GenericEnvClient(base_url=address).sync() as client:
+        client.reset(seed=1)
+        first = client.step({"answer": ALWAYS_UP})
+        second = client.step({"answer": HONEST})
+    assert not first.done
+    assert "Board 2: stuck" in first.observation["feedback"]
+    assert "The last position on board" in first.observation["feedback"]
+    assert second.done
+    assert second.observation["feedback"] == ""
+    assert first.reward + second.reward == pytest.approx(program.WORKS["load"] + program.CLEAN + program.SUCCESS)
+
+
+def test_an_episode_is_done_after_its_turns_or_when_a_program_cheats() -> None:
+    from integrations.openenv_2048 import Answer, Args, Game2048
+
+    one, two = Game2048(Args(target=256)), Game2048(Args(target=256, turns=2))
+    assert one.step(Answer(answer=ALWAYS_UP)).done
+    assert two.step(Answer(answer="import os\n" + HONEST)).done
+    two.reset()
+    assert [two.step(Answer(answer=ALWAYS_UP)).done for _ in range(2)] == [False, True]
+
+
 def test_sessions_do_not_mix(address: str) -> None:
     from openenv.core import GenericEnvClient
 
@@ -121,10 +145,14 @@ def test_sessions_do_not_mix(address: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(["--target", "100"], "target must be a power of two"), (["--port", "99999"], "cannot listen at 127.0.0.1, port")],
+    [
+        (["--target", "100"], "Error parsing Args: target must be a power of two"),
+        (["--turns", "0"], "Error parsing Args: turns must lie between 1 and 64, not 0"),
+        (["--port", "99999"], "cannot listen at 127.0.0.1, port"),
+    ],
 )
 def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str) -> None:
-    command = [sys.executable, SERVER, *flags]
+    command = [sys.executable, *SERVER, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: {said}")

@@ -372,6 +372,16 @@ def test_pool_from_many_threads(pool: Pool) -> None:
     assert wrong == []
 
 
+def test_a_job_of_another_thread_goes_to_an_idle_worker() -> None:
+    """A server's sessions each have one answer; all of them waited for the first worker."""
+    with Pool(2) as pool:
+        busy = threading.Thread(target=play, args=(pool, FOR_EVER, 1), kwargs={"timeout": 60.0}, daemon=True)
+        busy.start()
+        assert wait_until(lambda: any(worker._turn.locked() for worker in pool._workers))
+        assert answers_right(pool)
+        assert busy.is_alive()
+
+
 def test_verdicts_come_in_the_order_of_the_jobs(pool: Pool) -> None:
     """Even if some take longer.  Equal jobs are judged once."""
     keys = ["é", "x", "a", "x", "u"]
