@@ -17,7 +17,7 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, run
-from toolkit import UsageError, export, tiny
+from toolkit import UsageError, export, tiny, verify
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +58,11 @@ def expected(learned: Path) -> torch.Tensor:
 
 
 def exported(source: Path, format: str, folder: Path, **more: Any) -> str:
-    """What the command prints.  It runs in this process, which has loaded torch already."""
+    """What the command prints.  It runs in this process, which has loaded torch already, and compares only if asked."""
     from rich.console import Console
 
     console = Console(record=True, file=io.StringIO())
-    config = export.ExportConfig(source, format, folder, **more)  # type: ignore[arg-type]
+    config = export.ExportConfig(source, format, folder, **{"verify": False} | more)  # type: ignore[arg-type]
     result = export.export(config, console, program.tiny_task)
     assert result["folder"] == str(folder)
     return console.export_text()
@@ -186,8 +186,8 @@ def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
     run, here = Path(shutil.copytree(learned, tmp_path / "run")), tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    for _ in range(2):
-        assert program.main(["export", str(run)]) == 0
+    for more in ([], ["--no-verify"]):
+        assert program.main(["export", str(run), *more]) == 0
     assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(run / "export" / "lora")), expected)
     assert not list(here.iterdir())
 
@@ -325,6 +325,94 @@ def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Comparison with the trained model
+
+
+def answers_of(shift: float) -> list[verify.Answer]:
+    """Random logits of a base model, and of a trained one that is shifted by about `shift`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    base, change = torch.randn(2, 20, 50, generator=generator)
+    return [verify.Answer(list(range(30)), 10, base, base + shift * change)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_share_of_the_shift_that_is_kept_is_told(share: float) -> None:
+    """Whatever constant is added to all logits of a token, which changes no probability."""
+    (answer,) = answers = answers_of(2.0)
+    found = verify.compare(answers, lambda ids, start: answer.base + share * (answer.trained - answer.base) + 7)
+    assert found.kept == pytest.approx(share, abs=1e-4)
+    assert (found.equal == 1.0) == (share == 1.0)
+    assert (abs(found.kl) < 1e-6) == (share == 1.0)
+
+
+@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
+def test_what_loses_nothing_is_found_equal(trained: Run, tmp_path: Path, format: str) -> None:
+    """The figures are printed and in the card."""
+    told = exported(trained.folder, format, tmp_path / "out", verify=True)
+    equal = re.search(r"([\d.]+)% of \d+ most likely tokens are equal", told)
+    assert equal, told
+    assert float(equal[1]) >= 99
+    assert equal[0] in (tmp_path / "out" / "README.md").read_text()
+
+
+def damage(made: Path) -> None:
+    """Swap gate and up in a merged model; empty an adapter."""
+    from safetensors.torch import load_file, save_file
+
+    file = next(made.glob("*model.safetensors"))
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        if name.endswith("gate_up_proj"):
+            weights[name] = tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous()
+        elif "lora_B" in name:
+            tensor.zero_()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
+def test_a_damaged_export_is_refused_and_the_older_one_stays(
+    learned: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(learned, tmp_path / "run"))
+    older = run / "export" / format / "older"
+    older.mkdir(parents=True)
+    intact = export.write_format
+
+    def damaged(*given: Any) -> None:
+        intact(*given)
+        damage(given[4])
+
+    monkeypatch.setattr(export, "write_format", damaged)
+    with pytest.raises(UsageError, match="is not what was trained"):
+        exported(run, format, None, verify=True)  # type: ignore[arg-type]
+    assert list((run / "export").iterdir()) == [older.parent]
+    assert list(older.parent.iterdir()) == [older]
+
+
+def test_what_rounding_loses_is_said_with_the_format_that_keeps_it(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
+    """An adapter to experts alone that moves few weights off the grid of four bits."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(learned / "adapter", tmp_path / "adapter")
+    weights = load_file(source / ADAPTER)
+    save_file({name: tensor * (".experts" in name) * (0.1 if "lora_B" in name else 1)
+               for name, tensor in weights.items()}, source / ADAPTER)  # fmt: skip
+    told = exported(source, "mxfp4", tmp_path / "out", base=str(mxfp4), verify=True)
+    assert "of what was trained: --format merged_16bit keeps it" in told
+
+
+def test_without_memory_an_adapter_is_written_and_not_compared(
+    learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "available_memory", lambda: 10**6)
+    told = exported(learned, "lora", tmp_path / "lora", verify=True)
+    assert "the export is not verified: holding" in told
+    assert (tmp_path / "lora" / ADAPTER).exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What cannot be
 
 
@@ -389,7 +477,9 @@ def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
         done = run("export", learned, "--output-dir", folder, "--push-to-hub", "me/mine", "--json",
                    env=hub.environment(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    told = json.loads(done.stdout)
+    assert told.pop("verified")["equal"] == 1.0
+    assert told == {
         "format": "lora", "base": str(tiny.folder_of("bepo")), "folder": str(folder), "hub": "me/mine"}  # fmt: skip
     assert hub.repositories["me/mine"]["private"]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -1,8 +1,8 @@
-"""Exports: the adapter, the whole model in bfloat16, or gpt-oss in MXFP4, as folders that other programs load.
+"""Exports: the adapter or the whole model as folders that other programs load, compared with the trained model.
 
 An export reads and writes files with transformers and PEFT, and never imports unsloth, whose own MXFP4 export installs
 packages.  The MXFP4 rounding is written here, because transformers can only read the format unless it downloads
-kernels.
+kernels.  llamacpp.py writes GGUF, verify.py compares.
 
 Shapes: E experts of a layer, `in` and `out` the sides of a matrix, r the rank of an adapter.
 """
@@ -17,12 +17,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit import UsageError, tiny
+from toolkit import UsageError, llamacpp, tiny, verify
 from toolkit.evaluation import read_scores
 from toolkit.machine import (
     adapter_base,
@@ -30,6 +30,8 @@ from toolkit.machine import (
     check_disk,
     check_download,
     check_model,
+    download_size,
+    load_plain,
     parameter_shapes,
 )
 from toolkit.runs import checkpoints, keep_config, read_json
@@ -45,9 +47,12 @@ class ExportConfig:
     """Write what a run has learned to a folder that other programs can load."""
 
     source: Path  # a run's folder, one of its checkpoints, or an adapter's folder
-    format: Literal["lora", "merged_16bit", "mxfp4"] = "lora"  # the adapter, or the whole model (mxfp4: gpt-oss only)
+    format: Literal["lora", "merged_16bit", "mxfp4", "gguf", "gguf_lora"] = "lora"  # the adapter (lora, gguf_lora) or
+    # the whole model; mxfp4 and gguf for gpt-oss only, gguf for llama.cpp
     output_dir: Path | None = None  # default: export/FORMAT in the run's folder, where a new export replaces an old one
     base: str = ""  # model to merge the adapter into; default: the one it was trained on
+    experts: Literal["q8_0", "mxfp4"] = "q8_0"  # a gguf's experts: 24 GB for gpt-oss-20b; mxfp4: 14 GB that keep less
+    verify: bool = True  # compare the export with the trained model, where memory allows
     push_to_hub: str = ""  # also upload the folder to this hub repository: OWNER/NAME
     private: bool = True  # make a new hub repository private
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
@@ -167,29 +172,49 @@ def write_adapter(source: Path, base: str, folder: Path) -> None:
 # Whole model
 
 
-def weights_size(config: Any, format: str) -> int:
-    """Bytes of a model's weights in bfloat16, or with its experts in MXFP4 (4.25 bits per weight)."""
-    return int(sum(shape.numel() * (4.25 if format == "mxfp4" and EXPERT_WEIGHTS.search(name) else 16) / 8
-                   for name, shape in parameter_shapes(config).items()))  # fmt: skip
+def experts_of(config: ExportConfig) -> str:
+    """The format of an export's experts; "" for bfloat16."""
+    return config.experts if config.format == "gguf" else "mxfp4" if config.format == "mxfp4" else ""
 
 
-def check_merge(base: str, config: Any, format: str, folder: Path) -> None:
-    """Raise UsageError if the model has no such format, or if memory or disk are too small.
+EXPERT_BITS = {"mxfp4": 4.25, "q8_0": 8.5}  # of a weight, with its share of a group's scale; all others have 16
 
-    `config` is the model's transformers config.  Memory is RAM: merging runs on the CPU.
+
+def weights_size(config: Any, experts: str = "") -> float:
+    """Bytes of a model's weights in bfloat16, or with its experts in a smaller format."""
+    return sum(shape.numel() * (EXPERT_BITS.get(experts, 16) if EXPERT_WEIGHTS.search(name) else 16) / 8
+               for name, shape in parameter_shapes(config).items())  # fmt: skip
+
+
+def check_base(base: str, config: Any, written: float, copied: float, folder: Path) -> None:
+    """Raise UsageError if this machine has no room for the adapted model, `copied` bytes of it and `written` on disk.
+
+    `config` is the base model's transformers config.  Memory is RAM: an export runs on the CPU.
     """
     packed = getattr(config, "quantization_config", None)
     if packed and packed["quant_method"] != "mxfp4":
         raise UsageError(f"{base} is quantized ({packed['quant_method']}): "
                          "name the model that it was made from with --base")  # fmt: skip
-    if format == "mxfp4" and config.model_type != "gpt_oss":
-        raise UsageError(f"mxfp4 is a format for gpt-oss, but {base} is {config.model_type}: use --format merged_16bit")
-    written, whole = weights_size(config, format), weights_size(config, "merged_16bit")
     check_disk(folder, written, "choose another --output-dir")
-    needed, available = 1.1 * whole + (written if format == "mxfp4" else 0), available_memory()
+    needed, available = 1.1 * weights_size(config) + copied, available_memory()
     if needed > available:
-        raise UsageError(f"merging {base} needs {needed / 1e9:.0f} GB of RAM and {available / 1e9:.0f} GB are free: "
-                         "use --format lora and merge on a larger machine")  # fmt: skip
+        raise UsageError(f"holding {base} needs {needed / 1e9:.0f} GB of RAM and {available / 1e9:.0f} GB are free: "
+                         "use a larger machine, or the adapter (--format lora)")  # fmt: skip
+
+
+def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftModel:
+    """The base model, in 16 bits or as it was trained, with its adapter."""
+    from peft import PeftModel
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    say(f"loading {base}")
+    try:
+        model, _ = load_plain(base, "auto")
+    except OSError as error:
+        raise UsageError(f"the weights of {base} cannot be read: {str(error).partition(chr(10))[0]}") from None
+    return PeftModel.from_pretrained(model, adapter)
 
 
 def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -225,38 +250,33 @@ def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, fl
     return packed, left / (size or 1.0), math.sqrt(error / (size or 1.0))
 
 
-def merge_adapter(adapter: Path, base: str, format: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the model with an adapter merged into it, in bfloat16 or with its experts in MXFP4.
-
-    Raises UsageError, see `check_merge`.
-    """
+def write_whole(
+    adapted: PeftModel, tokenizer: Any, format: str, experts: str, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Write a model with its adapter merged into it: in bfloat16, with its experts in MXFP4, or as GGUF."""
     import torch
-    from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
-    from transformers.utils.logging import disable_progress_bar
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()
-    config = AutoConfig.from_pretrained(base)
-    check_merge(base, config, format, folder)
-    say(f"loading {base}")
-    unpacked = Mxfp4Config(dequantize=True) if getattr(config, "quantization_config", None) else None
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", quantization_config=unpacked)
-    say("merging the adapter")
-    adapted = PeftModel.from_pretrained(model, adapter)
-    if format == "mxfp4":
+    packed = {}
+    if experts == "mxfp4":
         say("rounding the experts to four bits")
-        experts, left, error = pack_experts(adapted)
+        packed, left, error = pack_experts(adapted)
         say(f"on average rounding keeps {left:.0%} of the adapter's change to the experts; a single weight is off by "
             f"{error:.1f} times what the adapter changed it by (root mean square)")  # fmt: skip
+    say("merging the adapter")
     model = adapted.merge_and_unload().to(torch.bfloat16)
     weights = model.state_dict()
-    if format == "mxfp4":
-        weights = {name: tensor for name, tensor in weights.items() if not EXPERT_WEIGHTS.search(name)} | experts
+    if packed:
+        weights = {name: tensor for name, tensor in weights.items() if not EXPERT_WEIGHTS.search(name)} | packed
+    if format == "gguf":
+        folder.mkdir()
+        llamacpp.write_model(folder / "model.gguf", weights, model.config, tokenizer, experts)
+        (folder / "Modelfile").write_text(llamacpp.modelfile(tokenizer), encoding="utf-8")
+        return
+    if packed:
         model.config.quantization_config = MXFP4_CONFIG
     model.hf_quantizer = None  # it describes the weights as they were loaded
     # With save_original_format, transformers leaves out the experts of a gpt-oss that was unpacked.
-    model.save_pretrained(folder, state_dict=weights, save_original_format=config.model_type != "gpt_oss")
+    model.save_pretrained(folder, state_dict=weights, save_original_format=model.config.model_type != "gpt_oss")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +293,9 @@ tags: [grpo, "2048"]{base}
 
 {kind}, trained with GRPO. It answers a prompt with a Python function that plays the game 2048. Run its code only where
 it can do no harm, for example in the jail of gpt_2048_rl.py.
-{results}
+{results}{verified}
+{use}{config}"""
+LOAD = """\
 ```python
 from {library} import {loader}
 from transformers import AutoTokenizer
@@ -283,7 +305,42 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 
 `python gpt_2048_rl.py eval FOLDER` shows it at work.
-{config}"""
+"""
+LLAMACPP = """\
+```
+llama-server -m model.gguf --jinja
+ollama create player -f Modelfile && ollama run player
+```
+"""
+LLAMACPP_ADAPTER = """\
+```
+llama-server -m gpt-oss-20b-mxfp4.gguf --lora adapter.gguf --jinja --chat-template-file chat_template.jinja
+```
+"""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What there is to say about a format."""
+
+    kind: str
+    library: str
+    use: str  # how to load it, in Markdown
+    exact: bool = False  # loses nothing, so verification requires it
+    instead: str = ""  # what keeps what it loses
+
+
+PEFT = LOAD.format(library="peft", loader="AutoPeftModelForCausalLM")
+TRANSFORMERS = LOAD.format(library="transformers", loader="AutoModelForCausalLM")
+FORMATS = {
+    "lora": Format("A LoRA adapter", "peft", PEFT, exact=True),
+    "merged_16bit": Format("The whole model in bfloat16", "transformers", TRANSFORMERS, exact=True),
+    "mxfp4": Format("The whole model with its experts in MXFP4", "transformers", TRANSFORMERS,
+                    instead="--format merged_16bit"),
+    "gguf": Format("The whole model for llama.cpp and Ollama", "gguf", LLAMACPP,
+                   instead="--experts q8_0 or --format gguf_lora"),
+    "gguf_lora": Format("A LoRA adapter for llama.cpp", "gguf", LLAMACPP_ADAPTER, instead="--format lora"),
+}  # fmt: skip
 
 
 def results_table(result: Mapping[str, Any]) -> str:
@@ -298,18 +355,14 @@ def results_table(result: Mapping[str, Any]) -> str:
     return text
 
 
-def model_card(base: str, format: str, run: Path) -> str:
+def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
     """README.md of an export: what it is, the run's results, how to load it, and the run's config with its seed."""
     config, result = read_json(run / "config.json"), read_json(run / "result.json")
     config.pop("output_dir", None)  # a path on this machine
-    settings = json.dumps(config, indent=2)
-    library, loader, kind = {
-        "lora": ("peft", "AutoPeftModelForCausalLM", "A LoRA adapter"),
-        "merged_16bit": ("transformers", "AutoModelForCausalLM", "The whole model in bfloat16"),
-        "mxfp4": ("transformers", "AutoModelForCausalLM", "The whole model with its experts in MXFP4"),
-    }[format]
+    settings, this = json.dumps(config, indent=2), FORMATS[format]
     return MODEL_CARD.format(
-        library=library, loader=loader, kind=kind, results=results_table(result),
+        library=this.library, kind=this.kind, use=this.use, results=results_table(result),
+        verified=f"\nCompared with the model as trained, on held-out prompts: {verified}.\n" if verified else "",
         base="" if Path(base).is_dir() else f"\nbase_model: {base}",
         name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
         config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",
@@ -361,27 +414,101 @@ def find_run(source: Path) -> Path:
                  and "recipe" in read_json(folder / "config.json")), source)  # fmt: skip
 
 
-def write_export(source: Path, adapter: Path, base: str, format: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Write an export next to its final place and then rename it, so the folder is never incomplete."""
+def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
+    """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
+    from transformers import AutoConfig
+
+    whole = config.format not in ("lora", "gguf_lora")
+    if config.format not in ("lora", "merged_16bit") and (
+        family := AutoConfig.from_pretrained(base).model_type) != "gpt_oss":  # fmt: skip
+        raise UsageError(f"{config.format} is a format for gpt-oss, but {base} is {family}: use --format "
+                         f"{'merged_16bit' if whole else 'lora'}")  # fmt: skip
+    if not whole and not config.verify:
+        return False
+    try:
+        if not whole and download_size(base):
+            raise UsageError(f"the weights of {base} are not on this machine")
+        known = AutoConfig.from_pretrained(base)
+        written = weights_size(known, experts_of(config)) if config.format != "lora" else 0
+        check_base(base, known, written, written if config.format != "merged_16bit" else 0, folder)
+    except (OSError, UsageError) as error:
+        if whole:
+            raise
+        say(f"the export is not verified: {error}")
+        return False
+    return config.verify
+
+
+def write_format(
+    config: ExportConfig, adapted: Any, lora: Path, base: str, made: Path, say: Callable[[str], None]
+) -> None:
+    """Write the files of a format.  `lora` holds the adapter in the released layout, and the tokenizer."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    if config.format == "lora":
+        shutil.copytree(lora, made)
+        return
+    if config.format == "gguf_lora":
+        made.mkdir()
+        llamacpp.write_adapter(made / "adapter.gguf", load_file(lora / "adapter_model.safetensors"),
+                               AutoConfig.from_pretrained(base), read_json(lora / "adapter_config.json"))  # fmt: skip
+    else:
+        write_whole(adapted, AutoTokenizer.from_pretrained(lora), config.format, experts_of(config), made, say)
+    for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
+        shutil.copy(file, made)  # the tokenizer
+
+
+def served(config: ExportConfig, made: Path, base: str, scratch: Path) -> verify.Logits:
+    """The logits of an export, by the program that will serve it."""
+    if config.format == "gguf":
+        return llamacpp.served_by_llamacpp(made / "model.gguf")
+    if config.format != "gguf_lora":
+        return verify.served_by_transformers(made, base)
+    model, tokenizer = load_plain(base, "auto")
+    llamacpp.write_model(scratch / "base.gguf", model.state_dict(), model.config, tokenizer, "bf16")  # MXFP4 fits in it
+    return llamacpp.served_by_llamacpp(scratch / "base.gguf", made / "adapter.gguf")
+
+
+def write_export(
+    config: ExportConfig, adapter: Path, base: str, prompts: list[str], folder: Path, say: Callable[[str], None]
+) -> verify.Agreement | None:
+    """Write an export next to its final place and then rename it, so the folder is never incomplete.
+
+    With `prompts` it is first compared with the trained model.  Raises UsageError if it differs, see `verify.report`.
+    """
     from transformers import AutoTokenizer
 
+    run, this, found, report = find_run(config.source), FORMATS[config.format], None, ""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
         made, lora = Path(scratch) / "made", Path(scratch) / "lora"
         lora.mkdir()
         write_adapter(adapter, base, lora)
-        AutoTokenizer.from_pretrained(adapter).save_pretrained(lora)
-        if format == "lora":
-            lora.rename(made)
-        else:
-            merge_adapter(lora, base, format, made, say)
-            for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
-                shutil.copy(file, made)  # the tokenizer
-        (made / "README.md").write_text(model_card(base, format, find_run(source)), encoding="utf-8")
-        keep_config(find_run(source), made)
+        tokenizer = AutoTokenizer.from_pretrained(adapter)
+        tokenizer.save_pretrained(lora)
+        whole = config.format not in ("lora", "gguf_lora")
+        adapted: Any = None
+        try:
+            adapted = load_adapted(base, lora, say) if whole or prompts else None
+        except UsageError as error:  # an adapter can be written without the base's weights
+            if whole:
+                raise
+            say(f"the export is not verified: {error}")
+        answers = verify.reference(adapted, tokenizer, prompts) if adapted and prompts else []
+        write_format(config, adapted, lora, base, made, say)
+        adapted = None  # makes room
+        if answers:
+            say("comparing the export with the trained model")
+            found = verify.compare(answers, served(config, made, base, Path(scratch)))
+            report = verify.report(found, config.format, this.exact, this.instead)
+            say(report)
+        (made / "README.md").write_text(model_card(base, config.format, run, report), encoding="utf-8")
+        keep_config(run, made)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         made.rename(folder)
+    return found
 
 
 def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Task]) -> dict[str, Any]:
@@ -392,16 +519,19 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if config.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.push_to_hub):
         raise UsageError(f"--push-to-hub must be OWNER/NAME, not {config.push_to_hub!r}")
-    adapter = find_adapter(config.source)
-    folder = config.output_dir or find_run(config.source) / "export" / config.format
+    if config.format.startswith("gguf"):
+        llamacpp.check_installed()
+    adapter, run = find_adapter(config.source), find_run(config.source)
+    folder = config.output_dir or run / "export" / config.format
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
-    if layout := tiny.layout_of(Path(base)):
+    layout = tiny.layout_of(Path(base))
+    if layout:
         tiny.warm_start(task(layout), progress=tiny.every_tenth(say))  # it may have left the cache
     else:
         check_model(base, "none")
-    if config.format != "lora":
+    if config.format not in ("lora", "gguf_lora"):
         check_download(base)
     if config.push_to_hub:
         check_token()
@@ -410,7 +540,9 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     from safetensors import SafetensorError
 
     try:
-        write_export(config.source, adapter, base, config.format, folder, say)
+        known = task(layout or read_json(run / "config.json").get("keys", "bepo"))
+        prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
+        found = write_export(config, adapter, base, prompts, folder, say)
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{folder} cannot be written ({reason}): choose another --output-dir") from None
@@ -420,4 +552,5 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     if config.push_to_hub:
         say(f"uploading to {config.push_to_hub}")
         upload(folder, config.push_to_hub, config.private)
-    return {"format": config.format, "base": base, "folder": str(folder), "hub": config.push_to_hub or None}
+    return {"format": config.format, "base": base, "folder": str(folder), "hub": config.push_to_hub or None,
+            "verified": asdict(found) if found else None}  # fmt: skip

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit import UsageError, cache_folder
 from toolkit.ranks import RANKS, SHARDED, by_first_rank
@@ -376,15 +376,21 @@ def check_disk(folder: Path, needed: float, remedy: str) -> None:
         raise UsageError(f"{folder} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} are free: {remedy}")
 
 
-def check_download(name: str) -> None:
-    """Raise UsageError if the disk has no room for the files of a model that are not downloaded yet."""
+def download_size(name: str) -> int:
+    """Bytes of a model's files that are not downloaded yet."""
     from huggingface_hub import constants, snapshot_download
 
     if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
-        return
+        return 0
     files = snapshot_download(name, dry_run=True, ignore_patterns=["*/*"])
-    missing = sum(file.file_size or 0 for file in files if file.will_download)
-    check_disk(Path(constants.HF_HUB_CACHE), missing, "set HF_HOME to a folder on a larger disk")
+    return sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def check_download(name: str) -> None:
+    """Raise UsageError if the disk has no room for the files of a model that are not downloaded yet."""
+    from huggingface_hub import constants
+
+    check_disk(Path(constants.HF_HUB_CACHE), download_size(name), "set HF_HOME to a folder on a larger disk")
 
 
 def four_bit_name(name: str) -> str:
@@ -536,7 +542,7 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
             raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --weights stored")
 
 
-def load_plain(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
