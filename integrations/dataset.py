@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import gpt_2048_rl as program
 from integrations import task
+from toolkit import UsageError
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -58,7 +59,7 @@ def export(args: Args) -> int:
     try:
         args.output_dir.mkdir(parents=True)
     except OSError as error:
-        raise program.UsageError(f"--output-dir {args.output_dir} cannot be made: {error.strerror}") from None
+        raise UsageError(f"--output-dir {args.output_dir} cannot be made: {error.strerror}") from None
     for split in ("train", "test"):
         rows = Dataset.from_list(list(args.rows(split)))
         write = rows.to_parquet if args.format == "parquet" else rows.to_json
@@ -81,7 +82,7 @@ function_works, no_cheating, strategy_succeeds = (
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any],
                   **_: Any) -> dict[str, float]:  # fmt: skip
     """For verl: the score is the sum of the rewards, which are logged beside it."""
-    _, rewards = task.judge(task.Question.read(extra_info), solution_str)
+    rewards = task.judge(task.Question.read(extra_info), solution_str)[1]
     return {"score": sum(rewards.values()), **rewards}
 
 

@@ -26,6 +26,7 @@ from starlette.websockets import WebSocketDisconnect
 
 import gpt_2048_rl as program
 from integrations import task
+from toolkit import UsageError
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -107,8 +108,7 @@ def serve(args: Args) -> int:
         listener = socket.create_server((args.host, args.port))
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
-        raise program.UsageError(
-            f"cannot listen at {args.host}, port {args.port} ({why}): choose another") from None  # fmt: skip
+        raise UsageError(f"cannot listen at {args.host}, port {args.port} ({why}): choose another") from None
     program.shared_pool()
     app = create_fastapi_app(lambda: Game2048(args), Answer, Judged, max_concurrent_envs=args.sessions)
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.

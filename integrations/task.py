@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import gpt_2048_rl as program
-from toolkit import cli
+from toolkit import UsageError, cli
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -103,6 +103,6 @@ def start(kind: type[Any], run: Callable[[Any], int], prog: str, argv: Sequence[
     """Parse a command line and run a command.  Returns its exit code; 2 after one line that says what to change."""
     try:
         return run(cli.parse(kind, sys.argv[1:] if argv is None else argv, prog))
-    except program.UsageError as error:
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

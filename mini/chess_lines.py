@@ -527,7 +527,7 @@ def tables(columns: dict[str, Report]) -> str:
 
 EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
 BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
-SIDE, NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side to move and of its move number
+SIDE, MOVE_NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side, and its last digits
 POSITION = 71  # tokens of a FEN
 WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
 
@@ -550,7 +550,7 @@ def embedded_model() -> GPT:
     wpe[:, :WHAT] = 0
     wpe[MOVES_AT] *= 0.2
     wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
-    wpe[NUMBER] = 0.7 * wpe[NUMBER] + 0.7 * wpe[SIDE]
+    wpe[MOVE_NUMBER] = 0.7 * wpe[MOVE_NUMBER] + 0.7 * wpe[SIDE]
     wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
     wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
     ends = {end: 0.2 * torch.randn(WHAT) for end in ("from", "to")}
@@ -562,7 +562,7 @@ def embedded_model() -> GPT:
         if kind in ends:
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
             wte[i, :WHAT] += ends[kind]
-    first, second, third = (cast(Attention, block.attn).c_attn for block in list(model.h)[:3])
+    first, second = (cast(Attention, block.attn).c_attn for block in list(model.h)[:2])
     first.weight[: 2 * C, :WHAT] = 0
     for sort, pull, half in ((0, 7, slice(0, C // 2)), (1, 4, slice(C // 2, C))):  # half prefers the board, half moves
         first.bias[half] = pull * first.weight[C:][half] @ F.pad(sorts[sort], (WHAT, 0))
@@ -570,8 +570,6 @@ def embedded_model() -> GPT:
         named = F.layer_norm(wte[[i for i, (kind, _) in enumerate(VOCABULARY) if kind == end]], (C,)).mean(0)  # (C,)
         one = slice(head * D, (head + 1) * D)
         second.bias[one] = 100 * second.weight[C:][one] @ named
-    for part in (slice(C // 2, C), slice(C + C // 2, 2 * C)):  # the third looks for the move again: its end now knows
-        third.weight[part], third.bias[part] = first.weight[part], first.bias[part]  # the piece
     for block in model.h:
         cast(Block, block).mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
     return model

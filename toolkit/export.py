@@ -250,13 +250,13 @@ def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, fl
     return packed, left / (size or 1.0), math.sqrt(error / (size or 1.0))
 
 
-def write_whole(
+def write_merged(
     adapted: PeftModel, tokenizer: Any, format: str, experts: str, folder: Path, say: Callable[[str], None]
 ) -> None:
     """Write a model with its adapter merged into it: in bfloat16, with its experts in MXFP4, or as GGUF."""
     import torch
 
-    packed = {}
+    packed: dict[str, torch.Tensor] = {}
     if experts == "mxfp4":
         say("rounding the experts to four bits")
         packed, left, error = pack_experts(adapted)
@@ -454,7 +454,7 @@ def write_format(
         llamacpp.write_adapter(made / "adapter.gguf", load_file(lora / "adapter_model.safetensors"),
                                AutoConfig.from_pretrained(base), read_json(lora / "adapter_config.json"))  # fmt: skip
     else:
-        write_whole(adapted, AutoTokenizer.from_pretrained(lora), config.format, experts_of(config), made, say)
+        write_merged(adapted, AutoTokenizer.from_pretrained(lora), config.format, experts_of(config), made, say)
     for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
         shutil.copy(file, made)  # the tokenizer
 

@@ -152,7 +152,7 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("layer", "head", "share"), [(0, 0, 0.7), (0, 2, 0.8), (2, 2, 0.4)])
+@pytest.mark.parametrize(("layer", "head", "share"), [(0, 0, 0.7), (0, 2, 0.8)])
 def test_the_embedded_model_begins_by_looking_where_the_answer_is(
     task: ChessTask, layer: int, head: int, share: float
 ) -> None:
