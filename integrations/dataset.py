@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,15 +68,17 @@ def export(args: Args) -> int:
     return 0
 
 
-def _of_rows(reward: Callable[..., list[float]], completions: Sequence[Any],
-             extra_info: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:  # fmt: skip
+def _of_rows(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
     """One of training's rewards, with the boards of this dataset's rows."""
-    return reward(completions, **task.columns(list(map(task.Question.read, extra_info))))
+
+    @wraps(reward)  # TRL logs it under its name
+    def of_rows(completions: Sequence[Any], extra_info: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
+        return reward(completions, **task.columns(list(map(task.Question.read, extra_info))))
+
+    return of_rows
 
 
-# For TRL, which logs each under its name.  A batch is judged once.
-function_works, no_cheating, strategy_succeeds = (
-    update_wrapper(partial(_of_rows, reward), reward) for reward in program.REWARDS)  # fmt: skip
+function_works, no_cheating, strategy_succeeds = map(_of_rows, program.REWARDS)  # for TRL; a batch is judged once
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any],

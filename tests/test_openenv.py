@@ -27,7 +27,7 @@ def address() -> Iterator[str]:
     """Of a server with a short limit of time, a low target and two turns."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, *SERVER, "--port", str(port), "--target", "256", "--boards", "2",
+    command = [sys.executable, *SERVER, "--port", str(port), "--size", "6", "--target", "256", "--boards", "2",
                "--timeout", "0.5", "--turns", "2"]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT) as server:
         try:
