@@ -8,7 +8,7 @@ parameters trains through the same code.
 
     ./setup.sh python gpt_2048_rl.py                    train, then compare with the untrained model and controls
     python gpt_2048_rl.py eval MODEL_OR_FILE.py         a model, adapter, checkpoint or strategy on held-out boards
-    python gpt_2048_rl.py play FILE.py --watch          one strategy: its games, or a replay in the terminal
+    python gpt_2048_rl.py play FILE.py --watch          one strategy, or with --model a model's best: games, or a replay
     python gpt_2048_rl.py compare RUN RUN ...           several runs, with paired tests on their common boards
     python gpt_2048_rl.py export RUN --format lora      the adapter, or the whole model, for other programs
     python gpt_2048_rl.py doctor                        what this machine has, what is switched and why
