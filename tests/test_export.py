@@ -349,11 +349,11 @@ def test_the_share_of_the_shift_that_is_kept_is_told(share: float) -> None:
 
 @pytest.mark.parametrize("format", ["lora", "merged_16bit"])
 def test_what_loses_nothing_is_found_equal(trained: Run, tmp_path: Path, format: str) -> None:
-    """The figures are printed and in the card."""
+    """The figures are printed and in the card.  A model that is hardly trained has ties, which bfloat16 decides."""
     told = exported(trained.folder, format, tmp_path / "out", verify=True)
-    equal = re.search(r"([\d.]+)% of \d+ most likely tokens are equal", told)
+    equal = re.search(r"([\d.]+)% of \d+ most likely tokens are equal, ([\d.]+)% tie", told)
     assert equal, told
-    assert float(equal[1]) >= 99
+    assert float(equal[1]) + float(equal[2]) >= 99
     assert equal[0] in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -374,8 +374,13 @@ def test_pool_from_many_threads(pool: Pool) -> None:
 
 def test_a_job_of_another_thread_goes_to_an_idle_worker() -> None:
     """A server's sessions each have one answer; all of them waited for the first worker."""
+
+    def play_until_closed() -> None:
+        with contextlib.suppress(RuntimeError):
+            play(pool, FOR_EVER, 1, timeout=60.0)
+
     with Pool(2) as pool:
-        busy = threading.Thread(target=play, args=(pool, FOR_EVER, 1), kwargs={"timeout": 60.0}, daemon=True)
+        busy = threading.Thread(target=play_until_closed, daemon=True)
         busy.start()
         assert wait_until(lambda: any(worker._turn.locked() for worker in pool._workers))
         assert answers_right(pool)
