@@ -60,7 +60,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
 try:
-    from toolkit import UsageError, archive, ask, bars, machine, objectives, ranks, watch
+    from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
     from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints
@@ -1914,8 +1914,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
     from toolkit import evaluation, programs, results
 
-    started = time.monotonic()
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    started, pool = time.monotonic(), shared_pool(jailed=not config.unsafe_no_jail)
     sources: dict[str, str] = {}
     if config.model.endswith(".py"):
         sources[evaluation.MODEL] = read_strategy(Path(config.model), pool)
@@ -1928,13 +1927,13 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
 
 
-def play(config: PlayConfig, console: Console) -> dict[str, Any]:
-    """The play command.  Returns what --json prints."""
+def play(config: PlayConfig, console: Console, ask: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The play command; `ask` asks a model.  Returns what --json prints."""
     from rich.table import Table
 
     pool = shared_pool(jailed=not config.unsafe_no_jail)
-    if config.model:
-        source, results = ask.best_program(config, sys.modules[__name__], console)
+    if config.model and ask:
+        source, results = ask(config, sys.modules[__name__], console)
     else:
         source = read_strategy(Path(config.file), pool)
         (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys,
@@ -1955,8 +1954,9 @@ def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[st
     own: dict[str, Any] = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate), "play": (PlayConfig, play)}
     if ALONE:
         return {"train": (TrainConfig, train_alone), "play": own["play"]}
-    from toolkit import doctor, export, report
+    from toolkit import ask, doctor, export, report
 
+    own["play"] = (PlayConfig, partial(play, ask=ask.best_program))
     examine = partial(doctor.doctor, training=train_defaults, jail=shared_pool, program=sys.modules[__name__])
     return own | {"compare": (report.CompareConfig, report.compare), "doctor": (doctor.DoctorConfig, examine),
                   "export": (export.ExportConfig, partial(export.export, task=tiny_task))}  # fmt: skip
