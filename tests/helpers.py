@@ -10,9 +10,11 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gpt_2048_rl as program
 
@@ -211,3 +213,17 @@ def sweep() -> list[int]:
 PROBES = {335, 336} if os.uname().machine == "x86_64" else set[int]()
 """uretprobe and uprobe: a kernel from 6.14 on takes these two past every filter, whatever it says.  Outside of a kernel
 probe the first kills its caller and the second fails, so nothing is lost."""
+
+
+@contextlib.contextmanager
+def serving(handler: Any) -> Iterator[str]:
+    """The address of an HTTP server of this process."""
+    from http.server import ThreadingHTTPServer  # here, because players of some tests inherit this module's imports
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        listening.server_close()

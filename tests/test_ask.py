@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import gpt_2048_rl as program
 from tests import preloaded
 from tests.conftest import Run
-from tests.helpers import HONEST, ROOT, run
+from tests.helpers import HONEST, ROOT, run, serving
 from toolkit import UsageError
 from toolkit.ask import ChatServer
 
@@ -59,13 +58,8 @@ class Fake:
             def log_message(self, *_: object) -> None:
                 pass
 
-        listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            listening.server_close()
+        with serving(Handler) as url:
+            yield url
 
 
 def chat(content: object, end: str = "stop", **message: object) -> bytes:

@@ -12,10 +12,9 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
+from tests.helpers import serving
 from tests.preloaded import call
 from toolkit import VLLM, UsageError, machine, server, tiny
 
@@ -54,13 +54,8 @@ class FakeServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_port}"
-        finally:
-            listening.shutdown()
-            listening.server_close()
+        with serving(Handler) as url:
+            yield url
 
 
 def test_completions_come_in_the_order_of_their_prompts() -> None:
