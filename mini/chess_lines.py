@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 import chess
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini import config as defaults
@@ -391,9 +391,9 @@ class ChessTask:
         """Built when first needed, because sampling a finished model needs none."""
         return build_corpus(self.config, self.tokens)
 
-    def draw(self, rng: random.Random, count: int, p_share: float = 0.5) -> list[Example]:
+    def draw(self, rng: random.Random, count: int) -> list[Example]:
         """Draw training documents; the number of P documents is rounded up or down at random."""
-        p_count = int(count * p_share + rng.random())
+        p_count = int(count * self.config.p_share + rng.random())
         return [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
 
     def prompt_ids(self, item: Example) -> list[int]:
@@ -405,12 +405,12 @@ class ChessTask:
         blank = " " if item.task == "P" else ""
         return [*self.tokens.encode(blank + item.answer), self.end]
 
-    def right_answers(self, name: str, device: torch.device, p_share: float = 0.5) -> Callable[[int], Rows]:
+    def right_answers(self, name: str, device: torch.device) -> Callable[[int], Rows]:
         """Rows of a supervised step, by step: the same for the same name and --seed."""
         rng = random.Random(f"{name} {self.config.seed}")
 
         def rows(step: int) -> Rows:
-            items = self.draw(rng, self.config.warm_batch, p_share)
+            items = self.draw(rng, self.config.warm_batch)
             return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
                                      self.end, device)  # fmt: skip
 
@@ -532,44 +532,80 @@ POSITION = 71  # tokens of a FEN
 WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
 
 
+def orthonormal(count: int, width: int) -> Tensor:
+    """Random directions at right angles: (count, width)."""
+    directions: Tensor = torch.linalg.qr(torch.randn(width, count))[0].t()
+    return directions
+
+
+def look(block: nn.Module, head: int, row: int, key: Tensor, query: Tensor | float, offset: float = 0.0) -> None:
+    """Let a head look at tokens with much of `key`, (query x + offset) (key y) more from x at y.  Takes a free row."""
+    attention = cast(Attention, cast(Block, block).attn)
+    i, root = head * (len(key) // attention.heads) + row, math.sqrt(len(key) // attention.heads)
+    attention.c_attn.weight[i], attention.c_attn.bias[i] = root * query, root * offset
+    attention.c_attn.weight[len(key) + i] = key
+
+
 @torch.no_grad()
 def embedded_model() -> GPT:
-    """A GPT-2 whose start values say which tokens are about the same square.
+    """A GPT-2 whose start values say where to look; what to make of it is left to training.
 
-    Its attention begins by copying (start_by_copying), so it has to know from where.  An answer's square starts with
-    the position embedding of the prompt's same square, and so do the tokens that name this square in a move.  A square
-    is half its file and rank, half itself, and the move number's digits are half the side to move, because it counts
-    Black's moves.  The first layer compares places only, and copies what it finds there.
+    An answer's square starts with the position embedding of the prompt's same square, and so do the tokens that name
+    this square in a move.  A square is half its file and rank, half itself.  The first layer compares places and copies
+    what it finds there: two heads prefer the board, two the moves, and one is sent from the move number to the side to
+    move, because Black's moves are counted.  In the second layer two heads look at the ends of a move, one hands the
+    piece on from the square that it leaves to the one that it reaches, and one finds the mover's pieces.
     """
     model = GPT(EMBEDDED)
-    model.start_by_copying(12, 1.0)
+    model.start_by_copying(1.0, 1.0)
     C, D, wpe, wte = EMBEDDED.n_embd, EMBEDDED.n_embd // EMBEDDED.n_head, model.wpe.weight, model.wte.weight
-    files, ranks, own, sorts = (0.1 * torch.randn(n, C - WHAT) for n in (8, 8, 64, 2))
+    files, ranks, own = (0.1 * torch.randn(n, C - WHAT) for n in (8, 8, 64))
     squares = (files.repeat(8, 1) + ranks.repeat_interleave(8, 0)) / 2 + own / math.sqrt(2)  # in the order of a FEN
+    sorts = orthonormal(2, C - WHAT)  # added to all places on the board, and to all moves
+    kinds = dict(zip(("from", "to", "white", "black"), free := orthonormal(4, WHAT), strict=True))
     wpe *= 5  # places decide what is looked at
     wpe[:, :WHAT] = 0
     wpe[MOVES_AT] *= 0.2
     wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
-    wpe[MOVE_NUMBER] = 0.7 * wpe[MOVE_NUMBER] + 0.7 * wpe[SIDE]
+    side, number = wpe[SIDE].clone(), wpe[MOVE_NUMBER].mean(0)
     wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
     wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
-    ends = {end: 0.2 * torch.randn(WHAT) for end in ("from", "to")}
+    wte[:, :WHAT] -= wte[:, :WHAT] @ free.t() @ free  # only what is of a kind has its direction
     for i, (kind, text) in enumerate(VOCABULARY):
-        wte[i] *= 1 if kind in ends else 5
+        wte[i] *= 1 if kind in kinds else 5
         if kind in ("square", "side", "castling", "en passant", "tens", "ones"):
             wte[i, :WHAT] *= 2
             wte[i, WHAT:] *= 0.2
-        if kind in ends:
+        if kind == "square" and text != ".":
+            wte[i, :WHAT] += 1.5 * kinds["white" if text.isupper() else "black"]
+        if kind in kinds:
+            wte[i, :WHAT] += 1.1 * kinds[kind]
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
-            wte[i, :WHAT] += ends[kind]
-    first, second = (cast(Attention, block.attn).c_attn for block in list(model.h)[:2])
-    first.weight[: 2 * C, :WHAT] = 0
-    for sort, pull, half in ((0, 7, slice(0, C // 2)), (1, 4, slice(C // 2, C))):  # half prefers the board, half moves
-        first.bias[half] = pull * first.weight[C:][half] @ F.pad(sorts[sort], (WHAT, 0))
-    for head, end in enumerate(ends):  # a head of the second layer looks at each end of a move
-        named = F.layer_norm(wte[[i for i, (kind, _) in enumerate(VOCABULARY) if kind == end]], (C,)).mean(0)  # (C,)
-        one = slice(head * D, (head + 1) * D)
-        second.bias[one] = 100 * second.weight[C:][one] @ named
+    ids = {text: i for i, (_, text) in reversed([*enumerate(VOCABULARY)])}
+    wte[ids["M:"], WHAT:] = side[WHAT:]  # a P answer begins beside the side to move
+    end, colour = wte[0, :WHAT], wte[ids[" w"], :WHAT] - wte[ids[" b"], :WHAT]
+
+    def wide(what: Tensor) -> Tensor:
+        return F.pad(what, (0, C - len(what)))
+
+    for head in range(EMBEDDED.n_head):
+        rows = slice(head * D, (head + 1) * D)
+        places = orthonormal(D, C - WHAT)
+        places -= places @ sorts.t() @ sorts
+        for part in model.get_parameter("h.0.attn.c_attn.weight").split(C)[:2]:
+            part[rows] = F.pad(4 * places, (WHAT, 0))
+        look(model.h[0], head, 0, F.pad(sorts[head // 2], (WHAT, 0)), 0, 4)
+    look(model.h[0], 1, 1, F.normalize(side, dim=0), 2 * F.normalize(number, dim=0))
+    second = model.h[1]
+    look(second, 0, 0, wide(kinds["from"]), 0, 3)
+    look(second, 1, 0, wide(kinds["to"]), 0, 3)
+    look(second, 2, 0, wide(kinds["from"]), 3 * wide(kinds["to"]), -7)  # from the square that is reached alone
+    look(second, 2, 1, wide(F.normalize(end, dim=0)), 0, 1.5)  # the others look at the first token
+    look(second, 3, 0, wide(kinds["white"] - kinds["black"]), 2 * wide(F.normalize(colour, dim=0)))
+    no_piece = torch.linalg.qr(torch.stack((end, kinds["from"], kinds["to"]), 1))[0]
+    hands_on, rows = cast(Attention, cast(Block, second).attn), slice(2 * D, 3 * D)
+    hands_on.c_attn.weight[2 * C :][rows] = wide(torch.eye(WHAT) - no_piece @ no_piece.t())
+    hands_on.c_proj.weight[:, rows] = 2 * torch.eye(C, D)
     for block in model.h:
         cast(Block, block).mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
     return model
@@ -596,7 +632,7 @@ def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
 def warm_start(model: GPT, task: ChessTask, config: ModelOptions) -> None:
     """Supervised steps before GRPO, if any are configured."""
     steps = config.warm_steps if config.warm_steps is not None else 0 if config.init else defaults.EMBEDDED_WARM_STEPS
-    rows = task.right_answers("warm start", model.device, config.warm_p_share)
+    rows = task.right_answers("warm start", model.device)
     supervised(model, rows, config.warm_lr, steps, say=say)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
+import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -23,6 +25,7 @@ from mini.chess_lines import (
     BOARD_AT,
     EMBEDDED,
     MOVES_AT,
+    SIDE,
     ChessTask,
     Example,
     Verdict,
@@ -152,30 +155,58 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("layer", "head", "share"), [(0, 0, 0.7), (0, 2, 0.8)])
-def test_the_embedded_model_begins_by_looking_where_the_answer_is(
-    task: ChessTask, layer: int, head: int, share: float
-) -> None:
-    """From where a square is predicted, one head looks at the prompt's same square, one at the move that ends there."""
+def attention(model: GPT, ids: list[int], layer: int, head: int) -> Tensor:
+    """A head's attention: (T, T)."""
+    seen: list[Tensor] = []
+    block, D = cast(Block, model.h[layer]), EMBEDDED.n_embd // EMBEDDED.n_head
+    hook = block.ln_1.register_forward_hook(lambda _, given, out: seen.append(out))
+    model(torch.tensor([ids]), torch.ones(1, len(ids)))
+    hook.remove()
+    q, k, _ = cast(Attention, block.attn).c_attn(seen[0])[0].split(EMBEDDED.n_embd, 1)
+    q, k = (part[:, head * D : (head + 1) * D] for part in (q, k))
+    scores = (q @ k.t() / math.sqrt(D)).masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), -math.inf)
+    shares: Tensor = scores.softmax(1)
+    return shares
+
+
+# What a head looks for: from which positions, at which position, given the two ends of the move.
+LOOKS: dict[str, tuple[int, int, Callable[[int, int], list[tuple[int, int]]]]] = {
+    "the same square of the board": (0, 0, lambda a, z: [(ANSWER_AT + i, BOARD_AT + i) for i in range(64)]),
+    "the move that ends here": (0, 2, lambda a, z: [(ANSWER_AT + z, MOVES_AT.start + 2)]),
+    "the side to move, from the move number": (0, 1, lambda a, z: [(ANSWER_AT + 69, SIDE), (ANSWER_AT + 70, SIDE)]),
+    "where the move begins": (1, 0, lambda a, z: [(ANSWER_AT + i, MOVES_AT.start + 1) for i in range(64)]),
+    "where it ends": (1, 1, lambda a, z: [(ANSWER_AT + i, MOVES_AT.start + 2) for i in range(64)]),
+    "the piece that comes here": (1, 2, lambda a, z: [(ANSWER_AT + z, MOVES_AT.start + 1)]),
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTask, what: str) -> None:
     torch.manual_seed(0)
-    model, D, found = embedded_model(), EMBEDDED.n_embd // EMBEDDED.n_head, list[bool]()
+    model, found = embedded_model(), list[float]()
     assert model.config == EMBEDDED
+    layer, head, pairs = LOOKS[what]
     for item in task.corpus.held_out["A"]:
         prompt = task.prompt_ids(item)
         assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
-        ids = torch.tensor([[*prompt, *task.answer_ids(item)]])
-        seen: list[Tensor] = []
-        block = cast(Block, model.h[layer])
-        hook = block.ln_1.register_forward_hook(lambda _, given, out, seen=seen: seen.append(out))
-        model(ids, torch.ones_like(ids))
-        hook.remove()
-        q, k, _ = cast(Attention, block.attn).c_attn(seen[0])[0].split(EMBEDDED.n_embd, 1)
-        q, k = (part[:, head * D : (head + 1) * D] for part in (q, k))
-        end = chess.parse_square(item.prompt.split("+")[1][2:4]) ^ 56  # in the order of a FEN
-        for square in range(64) if head == 0 else (end,):
-            looked_at = int((q[ANSWER_AT + square] @ k[: ANSWER_AT + square + 1].T).argmax())
-            found.append(looked_at == (BOARD_AT + square if head == 0 else MOVES_AT.start + 2))
-    assert sum(found) / len(found) > share
+        seen = attention(model, [*prompt, *task.answer_ids(item)], layer, head)
+        a, z = (chess.parse_square(item.prompt.split("+")[1][i : i + 2]) ^ 56 for i in (0, 2))  # in the order of a FEN
+        found += [float(seen[at, there]) for at, there in pairs(a, z)]
+    assert statistics.fmean(found) > 0.7
+
+
+def test_a_p_answer_begins_by_looking_at_the_movers_pieces(task: ChessTask) -> None:
+    """Without this, every third move began with the other side's piece, and rewards never found out which is which."""
+    torch.manual_seed(0)
+    model, own, theirs = embedded_model(), 0.0, 0.0
+    for item in task.corpus.held_out["P"]:
+        prompt, board = task.prompt_ids(item), chess.Board(item.fen)
+        seen = attention(model, [*prompt, *task.answer_ids(item)], 1, 3)[len(prompt)]  # from M:
+        for square, piece in board.piece_map().items():
+            share = float(seen[BOARD_AT + (square ^ 56)])
+            own, theirs = (own + share, theirs) if piece.color == board.turn else (own, theirs + share)
+    assert own / len(task.corpus.held_out["P"]) > 0.5
+    assert theirs < own / 20
 
 
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
