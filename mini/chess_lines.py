@@ -554,7 +554,7 @@ def embedded_model() -> GPT:
     this square in a move.  A square is half its file and rank, half itself.  The first layer compares places and copies
     what it finds there: two heads prefer the board, two the moves, and one is sent from the move number to the side to
     move, because Black's moves are counted.  In the second layer two heads look at the ends of a move, one hands the
-    piece on from the square that it leaves to the one that it reaches, and one finds the mover's pieces.
+    piece on from the square that it leaves to the one that it reaches, and one looks for the mover's pieces.
     """
     model = GPT(EMBEDDED)
     model.start_by_copying(1.0, 1.0)
