@@ -581,9 +581,9 @@ def embedded_model() -> GPT:
         if kind in kinds:
             wte[i, :WHAT] += 1.1 * kinds[kind]
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
-    ids = {text: i for i, (_, text) in reversed([*enumerate(VOCABULARY)])}
-    wte[ids["M:"], WHAT:] = side[WHAT:]  # a P answer begins beside the side to move
-    end, colour = wte[0, :WHAT], wte[ids[" w"], :WHAT] - wte[ids[" b"], :WHAT]
+    wte[VOCABULARY.index(("mark", "M:")), WHAT:] = side[WHAT:]  # a P answer begins beside the side to move
+    white, black = (wte[VOCABULARY.index(("side", text)), :WHAT] for text in (" w", " b"))
+    end, colour = wte[0, :WHAT], white - black
 
     def wide(what: Tensor) -> Tensor:
         return F.pad(what, (0, C - len(what)))
