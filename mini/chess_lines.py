@@ -581,7 +581,7 @@ def embedded_model() -> GPT:
         if kind in kinds:
             wte[i, :WHAT] += 1.1 * kinds[kind]
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
-    wte[VOCABULARY.index(("mark", "M:")), WHAT:] = side[WHAT:]  # a P answer begins beside the side to move
+    wte[VOCABULARY.index(("mark", "M:"))] = 1.4 * number  # so a P answer begins by looking at the side to move
     white, black = (wte[VOCABULARY.index(("side", text)), :WHAT] for text in (" w", " b"))
     end, colour = wte[0, :WHAT], white - black
 

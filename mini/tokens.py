@@ -2,21 +2,19 @@
 
 Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  The
 chess tokens give every square and clock its own slot, and every move two: a position is always 71 tokens, and the token
-to copy or change is always at the same distance.  The best move is written as the number of its slot.  Both
+to copy or change is always at the same distance.  The best move is written as its number in the list.  Both
 vocabularies round-trip exactly.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from toolkit import UsageError
-
-if TYPE_CHECKING:
-    import tiktoken
 
 END = "<|endoftext|>"  # before and after each document
 
@@ -47,14 +45,21 @@ class BpeTokens:
     PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of GPT-2
 
     def __init__(self, folder: Path) -> None:
+        import tiktoken
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
         pair = next((pair for pair in self.NAMES if all((folder / name).is_file() for name in pair)), None)
         if pair is None:
             raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
                              "vocab.json")  # fmt: skip
-        ranks = _read_ranks(folder / pair[0], folder / pair[1])
-        self.end = len(ranks)
-        self.size = len(ranks) + 1
-        self._encoding = _encoding(self.PATTERN, ranks, self.end)
+        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache is keyed by name and would miss a changed file
+        try:  # a byte string's id is also its rank among the merges
+            ranks = data_gym_to_mergeable_bpe_ranks(str(folder / pair[0]), str(folder / pair[1]))
+        except (OSError, ValueError, KeyError, AssertionError):
+            raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
+        self.end, self.size = len(ranks), len(ranks) + 1
+        self._encoding = tiktoken.Encoding("gpt2", pat_str=self.PATTERN, mergeable_ranks=ranks,
+                                           special_tokens={END: self.end})  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Ids of any text; END in it is END's id."""
@@ -69,32 +74,13 @@ class BpeTokens:
         return known.decode(errors="replace")
 
 
-def _read_ranks(merges: Path, vocabulary: Path) -> dict[bytes, int]:
-    """Each byte string's id, which is also its rank among the merges."""
-    import os
-
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache is keyed by name and would miss a changed file
-    try:
-        return data_gym_to_mergeable_bpe_ranks(str(merges), str(vocabulary))
-    except (OSError, ValueError, KeyError, AssertionError):
-        raise UsageError(f"{merges} and {vocabulary.name} are no GPT-2 vocabulary, or not of one another") from None
-
-
-def _encoding(pattern: str, ranks: dict[bytes, int], end: int) -> tiktoken.Encoding:
-    import tiktoken
-
-    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: end})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Chess
 
 SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
 PROMOTIONS = [file + rank + piece for rank in "18" for file in "abcdefgh" for piece in "qrbn"]  # target squares
-HISTORY, CANDIDATES = 10, 5  # slots for moves in an A line and in a P line
-EMPTY = ("none", "")  # fills an unused slot
+HISTORY, CANDIDATES = 10, 5  # moves in an A line, and at most in a P line
+EMPTY = ("none", "")  # stands for a move that a short history has not
 
 Token = tuple[str, str]  # kind and text
 
@@ -112,7 +98,7 @@ VOCABULARY: tuple[Token, ...] = (
     *(("ones", str(number)) for number in range(10)),
     *((past + "from", " " + square) for past in ("", "past ") for square in SQUARES),
     *((past + "to", square) for past in ("", "past ") for square in (*SQUARES, *PROMOTIONS)),
-    *(("slot", str(number)) for number in range(1, CANDIDATES + 1)),
+    *(("number", str(number)) for number in range(1, CANDIDATES + 1)),
     *(("whole", f" {sign}{number}.") for sign in ("", "-") for number in range(100)),
     *(("hundredths", f"{number:02}") for number in range(100)),
     *(("reward", reward) for reward in ("+0.001", "+1.0", "+0.5", "+-1.0")),
@@ -141,20 +127,13 @@ def position(board: str, *fields: str) -> list[Token]:
     return tokens + [token for clock in fields[3:] for token in (("tens", " " + clock[:-1]), ("ones", clock[-1]))]
 
 
-def slots(tokens: list[Token], count: int) -> list[Token]:
-    """The tokens, filled up with empty slots to `count`."""
-    if len(tokens) > count:
-        raise ValueError(f"more than {count} tokens: {''.join(text for _, text in tokens)}")
-    return tokens + [EMPTY] * (count - len(tokens))
-
-
 def squares_of(moves: str, past: str = "") -> list[Token]:
     """Two tokens for each move of a line; a history has its own, so that the move to make is no one of many."""
     return [token for uci in moves.split() for token in ((past + "from", " " + uci[:2]), (past + "to", uci[2:]))]
 
 
 class ChessTokens:
-    """Slots for the prompts and answers of P and A lines; repeated blanks in the text become single ones.
+    """Tokens of the prompts and answers of P and A lines; repeated blanks in the text become single ones.
 
     A move is two tokens, because the model has to find its squares on the board.
     """
@@ -184,20 +163,21 @@ class ChessTokens:
             return [*position(*parts[:6]), ("reward", parts[6]), ("flag", parts[7]), ("flag", parts[8])]
         if shape == "A prompt":
             move, history = squares_of(parts[6]), squares_of(parts[7], "past ")
-            # Empty slots come first, so the last move is always at the same position.
-            return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *slots(move, 2), ("mark", "+"),
-                    *slots(history[::-1], 2 * HISTORY)[::-1], ("mark", "+")]  # fmt: skip
+            unused = 2 * HISTORY - len(history)  # they come first, so the last move is always at the same position
+            if len(move) != 2 or unused < 0:
+                raise ValueError(f"not one move after {HISTORY} others at most: {parts[6]}+{parts[7]}")
+            return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *move, ("mark", "+"),
+                    *[EMPTY] * unused, *history, ("mark", "+")]  # fmt: skip
         moves, best = parts[0].split(), parts[2].strip()
         if best not in moves:
             raise ValueError(f"{best!r} is none of the moves {parts[0]}")
         evals = [token for number in parts[1].split()
                  for token in (("whole", f" {number[:-2]}"), ("hundredths", number[-2:]))]  # fmt: skip
-        return [("mark", "M:"), *slots(squares_of(parts[0]), 2 * CANDIDATES),
-                ("mark", " E:"), *slots(evals, 2 * CANDIDATES),
-                ("mark", " B:"), ("slot", str(moves.index(best) + 1))]  # fmt: skip
+        return [("mark", "M:"), *squares_of(parts[0]), ("mark", " E:"), *evals, ("mark", " B:"),
+                ("number", str(moves.index(best) + 1))]  # fmt: skip
 
     def decode(self, ids: list[int]) -> str:
-        """Concatenate the tokens' texts; squares are written row by row, and a slot as its move."""
+        """Concatenate the tokens' texts; squares are written row by row, and a move's number as the move."""
         text, tokens = "", [VOCABULARY[i] for i in ids]
         moves = [a[1] + b[1] for a, b in pairwise(tokens) if (a[0], b[0]) == ("from", "to")]
         for kind, run in groupby(tokens, key=lambda token: token[0]):
@@ -205,7 +185,7 @@ class ChessTokens:
             if kind == "square":
                 rows = (part[i : i + 8] for i in range(0, len(part), 8))
                 part = "/".join(re.sub(r"\.+", lambda gap: str(len(gap[0])), row) for row in rows)
-            if kind == "slot":
+            if kind == "number":
                 part = "".join(move for digit in part for move in moves[int(digit) - 1 : int(digit)])
             text += part
         return text.replace("+ ", "+").strip()

@@ -195,20 +195,18 @@ def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTas
     assert statistics.fmean(found) > 0.7
 
 
-def test_a_p_answer_begins_by_looking_at_the_movers_pieces(task: ChessTask) -> None:
-    """Without this, every third move began with the other side's piece, and rewards never found out which is which.
-
-    It holds for seeds 1 and 4 of 0 to 5: with the others the first layer does not bring the side, and training has to.
-    """
-    torch.manual_seed(1)
-    model, own, theirs = embedded_model(), 0.0, 0.0
-    for item in task.corpus.held_out["P"]:
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_p_answer_begins_by_looking_at_the_movers_pieces(task: ChessTask, seed: int) -> None:
+    """Without this, every third move began with the other side's piece, and rewards never found out which is which."""
+    torch.manual_seed(seed)
+    model, own, theirs, items = embedded_model(), 0.0, 0.0, task.corpus.held_out["P"]
+    for item in items:
         prompt, board = task.prompt_ids(item), chess.Board(item.fen)
         seen = attention(model, [*prompt, *task.answer_ids(item)], 1, 3)[len(prompt)]  # from M:
         for square, piece in board.piece_map().items():
             share = float(seen[BOARD_AT + (square ^ 56)])
             own, theirs = (own + share, theirs) if piece.color == board.turn else (own, theirs + share)
-    assert own / len(task.corpus.held_out["P"]) > 0.9
+    assert own / len(items) > 0.9
     assert theirs < own / 20
 
 

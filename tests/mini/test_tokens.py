@@ -63,16 +63,16 @@ def test_a_move_is_the_square_it_leaves_and_the_one_it_goes_to() -> None:
     tokens = ChessTokens()
     ids = tokens.encode("M: e2e4 a7a8q E: 0.10 0.20 B: e2e4")
     assert [VOCABULARY[i] for i in ids[1:5]] == [("from", " e2"), ("to", "e4"), ("from", " a7"), ("to", "a8q")]
-    assert [VOCABULARY[i] for i in ids[5:11]] == [("none", "")] * 6
+    assert VOCABULARY[ids[5]] == ("mark", " E:")
     del ids[1]
     assert tokens.decode(ids) == "M:e4 a7a8q E: 0.10 0.20 B: a7a8q"
 
 
-def test_the_best_move_is_the_number_of_a_slot() -> None:
-    """And no move at all where that slot is empty."""
+def test_the_best_move_is_its_number_in_the_list() -> None:
+    """And no move at all where the list is shorter."""
     tokens = ChessTokens()
     ids = tokens.encode("M: e2e4 d2d4 E: 0.10 0.20 B: d2d4")
-    assert VOCABULARY[ids[-1]] == ("slot", "2")
+    assert VOCABULARY[ids[-1]] == ("number", "2")
     ids[-1] += 1
     assert tokens.decode(ids) == "M: e2e4 d2d4 E: 0.10 0.20 B:"
 
