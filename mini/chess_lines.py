@@ -595,7 +595,8 @@ def embedded_model() -> GPT:
         for part in model.get_parameter("h.0.attn.c_attn.weight").split(C)[:2]:
             part[rows] = F.pad(4 * places, (WHAT, 0))
         look(model.h[0], head, 0, F.pad(sorts[head // 2], (WHAT, 0)), 0, 4)
-    look(model.h[0], 1, 1, F.normalize(side, dim=0), 2 * F.normalize(number, dim=0))
+    on_board = F.pad(0.3 * sorts[0], (WHAT, 0))  # an answer's side has the same place
+    look(model.h[0], 1, 1, F.normalize(side, dim=0) + on_board, 4 * F.normalize(number, dim=0))
     second = model.h[1]
     look(second, 0, 0, wide(kinds["from"]), 0, 3)
     look(second, 1, 0, wide(kinds["to"]), 0, 3)

@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 350, 5e-4  # of the embedded model
+EMBEDDED_WARM_STEPS, EMBEDDED_LR = 400, 5e-4  # of the embedded model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -45,7 +45,7 @@ class ModelOptions(CommonOptions):
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     data_lines: Annotated[int, (1, 1e9)] = 200_000  # read at most this many lines of the corpus
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 350, none with --init
+    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 400, none with --init
     warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
     warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps

@@ -244,7 +244,7 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
         prompt_ids, prompt_mask = (part[:: rows.K, : rows.S] for part in (rows.ids, rows.mask))  # (n / K, S)
         cache = Cache(prompt_mask, rows.K, 0)
         last = model(prompt_ids, prompt_mask, cache)[:, -1:].repeat_interleave(rows.K, 0)  # (n, 1, C)
-        hidden = torch.cat((last, model.go_on(rows.ids[:, rows.S : -1], cache)), 1)  # (n, T, C)
+        hidden = torch.cat((last, model(rows.ids[:, rows.S : -1], rows.mask[:, :-1], cache)), 1)  # (n, T, C)
     all_log_probs = policy_log_probs(model.logits(hidden), temperature)  # (n, T, V)
     log_probs = all_log_probs.gather(2, rows.ids[:, rows.S :, None])[..., 0]  # (n, T)
     return log_probs.masked_fill(~rows.answer_mask, 0), all_log_probs, hidden
@@ -349,14 +349,9 @@ def likelihood(model: GPT, rows: Rows) -> float:
 
 
 def supervised(
-    model: GPT,
-    draw: Callable[[int], Rows],
-    lr: float,
-    steps: float = math.inf,
-    seconds: float = math.inf,
-    decay: float = 0.5,
-    say: Callable[[str], None] = lambda line: None,
-) -> GPT:
+    model: GPT, draw: Callable[[int], Rows], lr: float, steps: float = math.inf, seconds: float = math.inf,
+    decay: float = 0.5, say: Callable[[str], None] = lambda line: None,
+) -> GPT:  # fmt: skip
     """Train on right answers, drawn by step, for `steps` or `seconds`, whichever ends first.
 
     The rate warms up in ten steps, because Adam's first steps have full length however noisy the gradient is, and falls

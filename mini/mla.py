@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from mini.model import Cache, GptConfig, LayerCache
+    from mini.model import Cache, GptConfig
 
 
 class LatentAttention(nn.Module):
@@ -35,13 +35,11 @@ class LatentAttention(nn.Module):
         q = self.w_uq(self.q_norm(self.w_dq(x))).unflatten(2, (self.heads, -1))
         return q, self.kv_norm(self.w_dkv(x))
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
         """As in Attention, but the cache holds only the latents."""
         q, c = self.project(x)
         if cache is not None:
-            cache.add_prompt(c[:, None])  # (B, 1, S, R)
-        if past is not None:
-            c = torch.cat((past.prompt[0][:, 0].repeat_interleave(len(x) // len(past.prompt[0]), 0), c), 1)
+            c = cache.extended(layer, c[:, None])[0][:, 0]
         k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))

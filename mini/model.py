@@ -54,11 +54,18 @@ class Cache:
     length: int = 0  # tokens in each completion so far
     layers: list[LayerCache] = field(default_factory=list)
 
-    def add_prompt(self, *prompt: Tensor) -> None:
-        """Add the next layer's prompt tensors (B, H, S, D), with room for the completions."""
-        B, H, _, D = prompt[0].shape
-        own = tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in prompt)
-        self.layers.append(LayerCache(prompt, own))
+    def extended(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """A layer's new tensors (N, H, T, D) after those of the prompts, (N, H, S + T, D).
+
+        The first are the prompts' own, (B, H, S, D): they are kept, with room for the completions.
+        """
+        if layer < len(self.layers):
+            return tuple(torch.cat((prompt.repeat_interleave(self.k, 0), part), 2)
+                         for prompt, part in zip(self.layers[layer].prompt, new, strict=True))  # fmt: skip
+        B, H, _, D = new[0].shape
+        own = tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in new)
+        self.layers.append(LayerCache(new, own))
+        return new
 
     def keep(self, prompts: Tensor) -> None:
         """Drop the prompts, with their completions, that a (B,) of bool excludes."""
@@ -95,17 +102,11 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """x (N, T, C), visible (N, 1, T, T) -> (N, T, C).  A cache, if given, receives the keys and values.
-
-        With the past of B prompts, which N / B rows each continue: visible (N, 1, T, S + T).
-        """
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
+        """x (N, T, C), visible (N, 1, T, T), or (N, 1, T, S + T) after the prompts of a cache -> (N, T, C)."""
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
         if cache is not None:
-            cache.add_prompt(k, v)
-        if past is not None:
-            k, v = (torch.cat((before.repeat_interleave(len(x) // len(before), 0), new), 2)
-                    for before, new in zip(past.prompt, (k, v), strict=True))  # fmt: skip
+            k, v = cache.extended(layer, k, v)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (N, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
@@ -142,9 +143,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, past: LayerCache | None = None) -> Tensor:
-        """Whole documents, or the continuation of documents that begin in `past`: x (N, T, C)."""
-        x = x + self.attn(self.ln_1(x), visible, cache, past)
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
+        """(N, T, C) -> (N, T, C)."""
+        x = x + self.attn(self.ln_1(x), visible, cache, layer)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -192,29 +193,18 @@ class GPT(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
         """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
 
-        A cache, if given, stores the keys and values of these tokens, the prompts.  With causal=False every token also
-        sees the later ones, as a denoiser needs.
+        An empty cache keeps the keys and values of these tokens, the prompts.  With a full one they are completions of
+        its prompts, K of each, and the mask (N, S + T) is of both.  With causal=False every token also sees the later
+        ones, as a denoiser needs.
         """
-        T = ids.shape[1]
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, T)
-        x = self.wte(ids) + self.wpe(positions)  # (N, T, C)
-        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril(0 if causal else T)
-        itself = torch.eye(T, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
-        visible = (earlier & mask[:, None, None].bool()) | itself  # (N, 1, T, T)
-        for block in self.h:
-            x = block(x, visible, cache)
-        out: Tensor = self.ln_f(x)
-        return out
-
-    def go_on(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Whole completions of the cached prompts: ids (B * K, T) -> hidden states (B * K, T, C)."""
-        T = ids.shape[1]
-        prompt_mask = cache.prompt_mask.bool().repeat_interleave(cache.k, 0)  # (B * K, S)
-        x = self.wte(ids) + self.wpe(prompt_mask.sum(1, keepdim=True) + torch.arange(T, device=ids.device))
-        earlier = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
-        visible = torch.cat((prompt_mask[:, None].expand(-1, T, -1), earlier.expand(len(ids), -1, -1)), 2)[:, None]
-        for block, past in zip(self.h, cache.layers, strict=True):
-            x = block(x, visible, None, past)
+        T, L = ids.shape[1], mask.shape[1]
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, L)
+        x = self.wte(ids) + self.wpe(positions[:, -T:])  # (N, T, C)
+        earlier = torch.ones(L, L, dtype=torch.bool, device=ids.device).tril(0 if causal else L)
+        itself = torch.eye(L, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
+        visible = (earlier[-T:] & mask[:, None, None].bool()) | itself[-T:]  # (N, 1, T, L)
+        for layer, block in enumerate(self.h):
+            x = block(x, visible, cache, layer)
         out: Tensor = self.ln_f(x)
         return out
 
@@ -312,13 +302,9 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    prompts: Sequence[Sequence[int]],
-    k: int,
-    sampling: Sampling,
-    end: int,
+    model: GPT, prompts: Sequence[Sequence[int]], k: int, sampling: Sampling, end: int,
     generator: torch.Generator | None = None,
-) -> Completions:
+) -> Completions:  # fmt: skip
     """K completions of each prompt.  A row ends at its end token; a prompt leaves the batch when all its rows have."""
     device = model.device
     prompt_ids, prompt_mask = left_pad(prompts, end, device)

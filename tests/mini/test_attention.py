@@ -48,7 +48,9 @@ def test_latent_attention_is_its_formulas_one_head_and_token_at_a_time(config: G
     ("config", "kept"), [(SMALL, [(3, 4, 5, 8)] * 2), (LATENT, [(3, 1, 5, 6)]), (WIDER, [(3, 1, 5, 6)])],
     ids=["mha", "mla", "mla with wider queries"],
 )  # fmt: skip
-def test_decoding_and_going_on_give_what_a_whole_pass_gives(config: GptConfig, kept: list[tuple[int, ...]]) -> None:
+def test_both_ways_to_read_completions_give_what_a_whole_pass_gives(
+    config: GptConfig, kept: list[tuple[int, ...]]
+) -> None:
     """Two completions each of prompts of several lengths, whose keys stand in memory once; absorbed where latent."""
     model = small_model(config=config)
     added = torch.tensor([[[7, 8, 9], [10, 11, 12]]]).expand(3, 2, 3) + torch.arange(3)[:, None, None]
@@ -57,7 +59,8 @@ def test_decoding_and_going_on_give_what_a_whole_pass_gives(config: GptConfig, k
     with torch.no_grad():
         model(ids, mask, cache)
         steps = [model.decode(added[:, :, t], cache) for t in range(3)]
-        rest = model.go_on(added.flatten(0, 1), cache).unflatten(0, (3, 2))
+        both = torch.cat((mask.repeat_interleave(2, 0), torch.ones(6, 3, dtype=torch.bool)), 1)
+        rest = model(added.flatten(0, 1), both, cache).unflatten(0, (3, 2))
         assert [tuple(part.shape) for part in cache.layers[0].prompt] == kept
         for b, prompt in enumerate(PROMPTS):
             for k in range(2):

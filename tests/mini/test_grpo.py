@@ -38,7 +38,7 @@ from mini.grpo import (
     warmed_up,
     zero_spread,
 )
-from mini.model import GPT, Diverged, Sampling, generate
+from mini.model import GPT, Cache, Diverged, Sampling, generate
 from tests.mini.helpers import END, SMALL, elsewhere, log_probs_of, small_model
 
 REWARDS = torch.tensor([[0.2, 0.2, 0.6, 1.0], [-0.3, -0.3, -0.3, 0.6]])  # means 0.5 and -0.075
@@ -364,9 +364,9 @@ def test_a_prompt_is_read_once_for_all_of_its_completions(monkeypatch: pytest.Mo
     weights = torch.randn(step.rows.answer_mask.shape, generator=torch.Generator().manual_seed(0))
     forward = GPT.forward
 
-    def count(self: GPT, ids: Tensor, *rest: Any) -> Tensor:
-        read.append(len(ids))
-        return forward(self, ids, *rest)
+    def count(self: GPT, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
+        read.extend([len(ids)] if cache is None or not cache.layers else [])  # not of completions alone
+        return forward(self, ids, mask, cache)
 
     monkeypatch.setattr(GPT, "forward", count)
     found = []
@@ -400,9 +400,9 @@ def test_groups_without_a_gradient_are_not_read_again(monkeypatch: pytest.Monkey
     seen = list[int]()
     forward = GPT.forward
 
-    def count(self: GPT, ids: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(ids))
-        return forward(self, ids, *rest)
+    def count(self: GPT, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
+        seen.extend([len(ids)] if cache is None or not cache.layers else [])  # not of completions alone
+        return forward(self, ids, mask, cache)
 
     monkeypatch.setattr(GPT, "forward", count)
     steps = [make_step(kl_coef=coef, entropy_coef=0.0) for coef in (0.0, 1.0)]
