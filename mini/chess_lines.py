@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 import chess
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mini import config as defaults
@@ -32,13 +32,12 @@ from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Sha
 from mini.grpo import Baseline, KlController, Rows, make_learner, supervised, train
 from mini.model import GPT, Attention, Block, GptConfig, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
-from mini.tokens import VOCABULARY, ChessTokens, Tokens
+from mini.tokens import HISTORY, VOCABULARY, ChessTokens, Tokens
 from toolkit import UsageError
 
 Task = Literal["P", "A"]
 TASKS: tuple[Task, ...] = ("P", "A")
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
-HISTORY = 10  # at most this many moves in an A line, including its own
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
 OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 
@@ -538,9 +537,9 @@ def orthonormal(count: int, width: int) -> Tensor:
     return directions
 
 
-def look(block: nn.Module, head: int, row: int, key: Tensor, query: Tensor | float, offset: float = 0.0) -> None:
+def look(block: Block, head: int, row: int, key: Tensor, query: Tensor | float, offset: float = 0.0) -> None:
     """Let a head look at tokens with much of `key`, (query x + offset) (key y) more from x at y.  Takes a free row."""
-    attention = cast(Attention, cast(Block, block).attn)
+    attention = cast(Attention, block.attn)
     i, root = head * (len(key) // attention.heads) + row, math.sqrt(len(key) // attention.heads)
     attention.c_attn.weight[i], attention.c_attn.bias[i] = root * query, root * offset
     attention.c_attn.weight[len(key) + i] = key
@@ -604,11 +603,11 @@ def embedded_model() -> GPT:
     look(second, 2, 1, wide(F.normalize(end, dim=0)), 0, 1.5)  # the others look at the first token
     look(second, 3, 0, wide(kinds["white"] - kinds["black"]), 2 * wide(F.normalize(colour, dim=0)))
     no_piece = torch.linalg.qr(torch.stack((end, kinds["from"], kinds["to"]), 1))[0]
-    hands_on, rows = cast(Attention, cast(Block, second).attn), slice(2 * D, 3 * D)
+    hands_on, rows = cast(Attention, second.attn), slice(2 * D, 3 * D)
     hands_on.c_attn.weight[2 * C :][rows] = wide(torch.eye(WHAT) - no_piece @ no_piece.t())
     hands_on.c_proj.weight[:, rows] = 2 * torch.eye(C, D)
     for block in model.h:
-        cast(Block, block).mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
+        block.mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
     return model
 
 

@@ -52,7 +52,7 @@ class ModelOptions(CommonOptions):
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
-    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 73 chess tokens or 144 byte pairs
+    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 75 chess tokens or 144 byte pairs
     held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published

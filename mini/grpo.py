@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -266,7 +266,6 @@ class Learner:
     kl: KlController
     rng: random.Random  # of the prompts
     generator: torch.Generator  # of sampling
-    lr: float
     step: int = 0
     tokens: int = 0  # trained on
     seconds: float = 0.0
@@ -318,7 +317,7 @@ def make_learner(
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator(model.device).manual_seed(seed)
     return Learner(model, reference, head, optimizer, baseline or Baseline(), kl or KlController(0.0),
-                   random.Random(f"prompts {seed}"), generator, lr)  # fmt: skip
+                   random.Random(f"prompts {seed}"), generator)  # fmt: skip
 
 
 def set_lr(optimizer: torch.optim.AdamW, factor: float) -> None:
@@ -373,23 +372,21 @@ def supervised(
 # ---------------------------------------------------------------------------------------------------------------------
 # GRPO
 
-Item = TypeVar("Item")
 
-
-class Task(Protocol[Item]):
+class Task(Protocol):
     """What to learn: prompts, and a judge of completions."""
 
     end: int
 
-    def draw(self, rng: random.Random, count: int) -> list[Item]: ...
+    def draw(self, rng: random.Random, count: int) -> list[Any]: ...
 
-    def prompt_ids(self, item: Item) -> list[int]: ...
+    def prompt_ids(self, item: Any) -> list[int]: ...
 
-    def rewards(self, items: Sequence[Item], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
+    def rewards(self, items: Sequence[Any], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
         """Rewards (B, K) of K completions of each item, and figures for the log."""
 
 
-def train(learner: Learner, task: Task[Any], config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
+def train(learner: Learner, task: Task, config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
     """GRPO from the learner's current step on; yields each step's figures."""
     now = clock(learner.model)
     while learner.step < config.steps:

@@ -39,7 +39,7 @@ class LatentAttention(nn.Module):
         """As in Attention, but the cache holds only the latents."""
         q, c = self.project(x)
         if cache is not None:
-            c = cache.extended(layer, c[:, None])[0][:, 0]
+            c = cache.extended(layer, c[:, None])[0][:, 0]  # (N, S + T, R) after the prompts
         k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))

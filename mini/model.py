@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,50 +38,42 @@ class GptConfig:
 
 
 @dataclass
-class LayerCache:
-    """What one layer caches: keys and values, or one latent (H = 1, D = its width) that serves as both."""
-
-    prompt: tuple[Tensor, ...]  # (B, H, S, D) each: shared by all K completions of a prompt
-    own: tuple[Tensor, ...]  # (B, K, H, new tokens, D) each: filled up to Cache.length
-
-
-@dataclass
 class Cache:
-    """The keys and values of all tokens that the model has read, for generation."""
+    """For each layer keys and values, or one latent (H = 1, D = its width) that serves as both."""
 
     prompt_mask: Tensor  # (B, S): True for tokens, False for padding
     k: int  # completions of each prompt
     new_tokens: int  # room in each completion
     length: int = 0  # tokens in each completion so far
-    layers: list[LayerCache] = field(default_factory=list)
+    prompt: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, H, S, D) each: shared by the completions
+    own: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, K, H, new tokens, D) each: filled up to length
 
     def extended(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's new tensors (N, H, T, D) after those of the prompts, (N, H, S + T, D).
 
         The first are the prompts' own, (B, H, S, D): they are kept, with room for the completions.
         """
-        if layer < len(self.layers):
+        if layer < len(self.prompt):
             return tuple(torch.cat((prompt.repeat_interleave(self.k, 0), part), 2)
-                         for prompt, part in zip(self.layers[layer].prompt, new, strict=True))  # fmt: skip
+                         for prompt, part in zip(self.prompt[layer], new, strict=True))  # fmt: skip
         B, H, _, D = new[0].shape
-        own = tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in new)
-        self.layers.append(LayerCache(new, own))
+        self.prompt.append(new)
+        self.own.append(tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in new))
         return new
 
     def keep(self, prompts: Tensor) -> None:
         """Drop the prompts, with their completions, that a (B,) of bool excludes."""
         self.prompt_mask = self.prompt_mask[prompts]
-        for layer in self.layers:
-            layer.prompt = tuple(part[prompts] for part in layer.prompt)
-            layer.own = tuple(part[prompts] for part in layer.own)
+        for parts in (self.prompt, self.own):
+            parts[:] = [tuple(part[prompts] for part in layer) for layer in parts]
 
     def attend(self, layer: int, q: Tensor, scale: float, *new: Tensor) -> Tensor:
         """Cache a new token's keys and values `new` (B, K, H or 1, D) and attend with its queries (B, K, H, D)."""
-        kept, at = self.layers[layer], self.length
-        for own, part in zip(kept.own, new, strict=True):
-            own[:, :, :, at] = part
-        keys, values = kept.prompt[0], kept.prompt[-1]  # (B, H or 1, S, D)
-        own_keys, own_values = (part[:, :, :, : at + 1] for part in (kept.own[0], kept.own[-1]))  # (B, K, H or 1, t, D)
+        prompt, own, at = self.prompt[layer], self.own[layer], self.length
+        for kept, part in zip(own, new, strict=True):
+            kept[:, :, :, at] = part
+        keys, values = prompt[0], prompt[-1]  # (B, H or 1, S, D)
+        own_keys, own_values = (part[:, :, :, : at + 1] for part in (own[0], own[-1]))  # (B, K, H or 1, t, D)
 
         # One product for all K queries of a prompt, so the prompt's keys are never copied.
         to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
@@ -164,7 +157,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = cast("Sequence[Block]", nn.ModuleList(Block(config) for _ in range(config.n_layer)))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -182,7 +175,6 @@ class GPT(nn.Module):
         """
         C = self.config.n_embd
         for layer, block in enumerate(self.h):
-            assert isinstance(block, Block)
             assert isinstance(block.attn, Attention)
             q, k, v = block.attn.c_attn.weight.split(C)  # (C, C) each
             if layer == 0:
@@ -194,15 +186,15 @@ class GPT(nn.Module):
         """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
 
         An empty cache keeps the keys and values of these tokens, the prompts.  With a full one they are completions of
-        its prompts, K of each, and the mask (N, S + T) is of both.  With causal=False every token also sees the later
-        ones, as a denoiser needs.
+        its prompts, K of each, which it does not keep, and the mask (N, S + T) is of both.  With causal=False every
+        token also sees the later ones, as a denoiser needs.
         """
-        T, L = ids.shape[1], mask.shape[1]
+        T, L = ids.shape[1], mask.shape[1]  # L is S + T after the prompts of a cache, otherwise T
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, L)
-        x = self.wte(ids) + self.wpe(positions[:, -T:])  # (N, T, C)
+        x = self.wte(ids) + self.wpe(positions[:, L - T :])  # (N, T, C)
         earlier = torch.ones(L, L, dtype=torch.bool, device=ids.device).tril(0 if causal else L)
         itself = torch.eye(L, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
-        visible = (earlier[-T:] & mask[:, None, None].bool()) | itself[-T:]  # (N, 1, T, L)
+        visible = (earlier[L - T :] & mask[:, None, None].bool()) | itself[L - T :]  # (N, 1, T, L)
         for layer, block in enumerate(self.h):
             x = block(x, visible, cache, layer)
         out: Tensor = self.ln_f(x)
@@ -213,7 +205,6 @@ class GPT(nn.Module):
         positions = cache.prompt_mask.long().sum(1, keepdim=True) + cache.length  # (B, 1)
         x = self.wte(ids) + self.wpe(positions)  # (B, K, C)
         for layer, block in enumerate(self.h):
-            assert isinstance(block, Block)
             x = block.decode(x, cache, layer)
         cache.length += 1
         out: Tensor = self.ln_f(x)

@@ -373,13 +373,10 @@ def filled_in(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: Text
     return summary(judged(log_probs, windows[hidden]), windows[hidden], corpus)
 
 
-def evaluate(model: LanguageModel, corpus: Corpus, config: TextConfig) -> Report:
+def evaluate(model: GPT | Counts, corpus: Corpus, config: TextConfig) -> Report:
     """A model on the held-out windows: next tokens, or for denoise masked ones."""
     windows = corpus.held_out_windows(config.horizon, config.held_out)
-    if config.algo == "denoise":
-        assert isinstance(model, GPT | Counts)
-        return filled_in(model, windows, corpus, config)
-    return foretold(model, windows, corpus)
+    return filled_in(model, windows, corpus, config) if config.algo == "denoise" else foretold(model, windows, corpus)
 
 
 def written(model: GPT, corpus: Corpus, config: TextConfig) -> Report:

@@ -1,9 +1,9 @@
 """Text to token ids and back: GPT-2's byte pairs, and a small vocabulary for chess.
 
-Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  The
-chess tokens give every square and clock its own slot, and every move two: a position is always 71 tokens, and the token
-to copy or change is always at the same distance.  The best move is written as its number in the list.  Both
-vocabularies round-trip exactly.
+Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  With
+the chess tokens a position is always 71, one of them for each square, and the token to copy or change is always at the
+same distance.  A move is two, and the best move is written as its number in the list.  Both vocabularies round-trip
+exactly.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class BpeTokens:
 
 SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
 PROMOTIONS = [file + rank + piece for rank in "18" for file in "abcdefgh" for piece in "qrbn"]  # target squares
-HISTORY, CANDIDATES = 10, 5  # moves in an A line, and at most in a P line
-EMPTY = ("none", "")  # stands for a move that a short history has not
+HISTORY, CANDIDATES = 10, 5  # at most this many moves in an A line, with its own, and in a P line
+EMPTY = ("none", "")  # fills a short history
 
 Token = tuple[str, str]  # kind and text
 
@@ -165,7 +165,7 @@ class ChessTokens:
             move, history = squares_of(parts[6]), squares_of(parts[7], "past ")
             unused = 2 * HISTORY - len(history)  # they come first, so the last move is always at the same position
             if len(move) != 2 or unused < 0:
-                raise ValueError(f"not one move after {HISTORY} others at most: {parts[6]}+{parts[7]}")
+                raise ValueError(f"not one move, or a history of more than {HISTORY}: {parts[6] + '+' + parts[7]!r}")
             return [("mark", "A: "), *position(*parts[:6]), ("mark", "+"), *move, ("mark", "+"),
                     *[EMPTY] * unused, *history, ("mark", "+")]  # fmt: skip
         moves, best = parts[0].split(), parts[2].strip()

@@ -61,7 +61,7 @@ def test_both_ways_to_read_completions_give_what_a_whole_pass_gives(
         steps = [model.decode(added[:, :, t], cache) for t in range(3)]
         both = torch.cat((mask.repeat_interleave(2, 0), torch.ones(6, 3, dtype=torch.bool)), 1)
         rest = model(added.flatten(0, 1), both, cache).unflatten(0, (3, 2))
-        assert [tuple(part.shape) for part in cache.layers[0].prompt] == kept
+        assert [tuple(part.shape) for part in cache.prompt[0]] == kept
         for b, prompt in enumerate(PROMPTS):
             for k in range(2):
                 document = torch.tensor([prompt + added[b, k].tolist()])
@@ -78,7 +78,7 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
         cache = Cache(mask, 2, 3)
         with torch.no_grad():
             small_model(config=config)(ids, mask, cache)
-        parts = [part for layer in cache.layers for part in (*layer.prompt, *layer.own)]
+        parts = [part for layer in (*cache.prompt, *cache.own) for part in layer]
         stored = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
         tokens = 3 * 5 + 3 * 2 * 3  # of the padded prompts, and room in the completions
         assert sum(part.numel() for part in parts) * 4 <= stored

@@ -39,7 +39,7 @@ from mini.chess_lines import (
     shipped_examples,
 )
 from mini.config import ChessConfig, DataConfig, EvalConfig, SampleConfig, TextConfig
-from mini.model import GPT, Attention, Block, Sampling
+from mini.model import GPT, Attention, Sampling
 from mini.tokens import ChessTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini
@@ -158,7 +158,7 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 def attention(model: GPT, ids: list[int], layer: int, head: int) -> Tensor:
     """A head's attention: (T, T)."""
     seen: list[Tensor] = []
-    block, D = cast(Block, model.h[layer]), EMBEDDED.n_embd // EMBEDDED.n_head
+    block, D = model.h[layer], EMBEDDED.n_embd // EMBEDDED.n_head
     hook = block.ln_1.register_forward_hook(lambda _, given, out: seen.append(out))
     model(torch.tensor([ids]), torch.ones(1, len(ids)))
     hook.remove()
@@ -407,11 +407,12 @@ def test_every_number_has_its_limits(kind: type) -> None:
 
 @pytest.mark.long
 def test_the_default_job_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both tasks, trained together, gain 0.2 of sampled reward from the warm start within 15 of the job's 40 steps."""
+    """Of 450 steps 60 have to do: legal moves come first, and positions do not suffer."""
     monkeypatch.setattr(mini.chess_lines, "shipped_examples", shipped_examples)
-    done = run_mini("chess", "--json", "--no-control", "--steps", 15, "--log-dir", tmp_path)
+    done = run_mini("chess", "--json", "--no-control", "--steps", 60, "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    for name in ("P", "A"):
-        assert told["after"][name]["reward"] >= told["before"][name]["reward"] + 0.2
+    assert told["after"]["P"]["reward"] >= told["before"]["P"]["reward"] + 0.15
+    assert told["after"]["P"]["legal"] > told["before"]["P"]["legal"]
+    assert told["after"]["A"]["reward"] >= told["before"]["A"]["reward"] - 0.05
     assert told["after"]["validity"] > told["before"]["validity"]

@@ -357,18 +357,31 @@ def test_micro_batches_change_nothing() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
-def test_a_prompt_is_read_once_for_all_of_its_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the log-probabilities and gradients of each document read alone."""
-    step, read = make_step(), list[int]()
-    alone = dataclasses.replace(step.rows, K=1)
-    weights = torch.randn(step.rows.answer_mask.shape, generator=torch.Generator().manual_seed(0))
-    forward = GPT.forward
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each later forward pass the rows, but not those of completions after cached prompts."""
+    read, forward = list[int](), GPT.forward
 
     def count(self: GPT, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        read.extend([len(ids)] if cache is None or not cache.layers else [])  # not of completions alone
+        read.extend([len(ids)] if cache is None or not cache.prompt else [])
         return forward(self, ids, mask, cache)
 
     monkeypatch.setattr(GPT, "forward", count)
+    return read
+
+
+def test_completions_of_a_single_token_are_scored_together() -> None:
+    """A policy that has collapsed to the end token makes them: after the prompt nothing is left to read."""
+    model = make_step().learner.model
+    rows = Rows.of_completions(generate(model, PROMPTS, K, Sampling(max_new_tokens=1), END))
+    together, alone = (score(model, part, 0.9)[0] for part in (rows, dataclasses.replace(rows, K=1)))
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_prompt_is_read_once_for_all_of_its_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the log-probabilities and gradients of each document read alone."""
+    step, read = make_step(), rows_read(monkeypatch)
+    alone = dataclasses.replace(step.rows, K=1)
+    weights = torch.randn(step.rows.answer_mask.shape, generator=torch.Generator().manual_seed(0))
     found = []
     for rows in (step.rows, alone):
         log_probs, _, hidden = score(step.learner.model, rows, 0.9)
@@ -397,14 +410,7 @@ def test_the_learning_rate_rises_to_its_value_and_may_fall_at_the_end(decay: flo
 
 def test_groups_without_a_gradient_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three prompts, the third has equal rewards.  The gradient and the figures of the others stay."""
-    seen = list[int]()
-    forward = GPT.forward
-
-    def count(self: GPT, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        seen.extend([len(ids)] if cache is None or not cache.layers else [])  # not of completions alone
-        return forward(self, ids, mask, cache)
-
-    monkeypatch.setattr(GPT, "forward", count)
+    seen = rows_read(monkeypatch)
     steps = [make_step(kl_coef=coef, entropy_coef=0.0) for coef in (0.0, 1.0)]
     seen.clear()
     told = steps[0].update(0.0)

@@ -35,8 +35,8 @@ def test_chess_tokens_round_trip(lines: list[str]) -> None:
             assert tokens.decode(tokens.encode(text)) == text
 
 
-def test_chess_tokens_have_slots(lines: list[str]) -> None:
-    """Every prompt and answer of a kind has the same length, and a square always the same place."""
+def test_a_square_always_has_the_same_place(lines: list[str]) -> None:
+    """Prompts of a kind have the same length, and so have positions; a P answer is as long as its list of moves."""
     tokens, lengths = ChessTokens(), set[tuple[str, int, int]]()
     for line in lines:
         example = parse_line(line)
@@ -45,13 +45,14 @@ def test_chess_tokens_have_slots(lines: list[str]) -> None:
     assert sorted(task for task, _, _ in lengths) == ["A", "P"]
     assert tokens.longest == 1 + max(length for _, _, length in lengths)
     assert [VOCABULARY[i][1] for i in tokens.encode(f"P: {START}")[1:9]] == list("RNBQKBNR".lower())
+    assert [len(tokens.encode(f"M: {'e2e4 ' * n}E: {'0.10 ' * n}B: e2e4")) for n in (1, 5)] == [8, 24]
 
 
 @pytest.mark.parametrize("text", [
     "", "x", f"P: {START}+", f"P: {START.replace('0 1', '0 200')}", "P: 8/8/8/8/8/8/8/9 w - - 0 1",
     f"A: {START}+e2e4+e2e4", f"A: {START}+e2e4+{'e2e4 ' * 10}e2e4+", "M: e2e4 E: 0.1 B: e2e4",
     "M: e2e4 E: 100.00 B: e2e4", f"{START}+0.002+0+0", f"A: {START}+e2e4 e2e4+e2e4+", "M: e2e8k E: 0.10 B: e2e4",
-    "M: e2e4 E: 0.10 B: d2d4",
+    "M: e2e4 E: 0.10 B: d2d4", f"A: {START}++e2e4+", "M: a2a3 b2b3 c2c3 d2d3 e2e3 f2f3 E: B: f2f3",
 ])  # fmt: skip
 def test_what_the_chess_tokens_cannot_say(text: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
