@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +39,12 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from torch.nn.functional import pad  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from mini.chess_lines import ChessTask, embedded_model, warm_start  # noqa: E402
 from mini.config import EMBEDDED_LR, ChessConfig, EvalConfig  # noqa: E402
 from mini.grpo import make_learner, train  # noqa: E402
-from mini.model import GPT, Completions, GptConfig, Sampling, generate, left_pad  # noqa: E402
+from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
 from mini.runs import save_model  # noqa: E402
 from mini.tokens import ChessTokens  # noqa: E402
 
@@ -95,15 +95,12 @@ def theirs(model: Any, prompts: list[list[int]], k: int, sampling: Sampling, end
 
 def one_at_a_time(
     model: GPT, prompts: list[list[int]], k: int, sampling: Sampling, end: int, generator: torch.Generator | None
-) -> Completions:
+) -> tuple[Rows, torch.Tensor]:
     """The same number of completions, one call each: with a cache, but no batch."""
     made = [generate(model, [prompt], 1, sampling, end, generator) for prompt in prompts for _ in range(k)]
-    room = max(one.ids.shape[2] for one in made)
-    parts = []
-    for name, fill in (("ids", end), ("mask", False), ("log_probs", 0.0)):
-        rows = [pad(getattr(one, name)[0, 0], (0, room - one.ids.shape[2]), value=fill) for one in made]
-        parts.append(torch.stack(rows).view(len(prompts), k, room))
-    return Completions(*left_pad(prompts, end), *parts)
+    answers = [rows.answer_ids[0].tolist() for rows, _ in made]
+    rows = Rows.of_documents([prompt for prompt in prompts for _ in range(k)], answers, end)
+    return replace(rows, K=k), pad_sequence([log_probs[0] for _, log_probs in made], batch_first=True)
 
 
 def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
@@ -118,8 +115,8 @@ def measure_generation(args: Args, task: ChessTask, model: GPT) -> dict[str, Any
     for _ in range(args.repetitions + 1):
         prompts = [task.prompt_ids(item) for item in task.draw(rng, args.prompts)]
         began = time.perf_counter()
-        made = generate(model, prompts, args.completions, sampling, task.end)
-        rates["mini"].append(int(made.mask.sum()) / (time.perf_counter() - began))
+        rows, _ = generate(model, prompts, args.completions, sampling, task.end)
+        rates["mini"].append(int(rows.answer_mask.sum()) / (time.perf_counter() - began))
         began = time.perf_counter()
         count = theirs(other, prompts, args.completions, sampling, task.end)
         rates["transformers"].append(count / (time.perf_counter() - began))
@@ -131,7 +128,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
     import mini.grpo
 
     sampling = Sampling(0.8, 50, 0.95, task.tokens.longest)
-    ways: dict[str, Callable[..., Completions]] = {"batched": generate, "one at a time": one_at_a_time}
+    ways: dict[str, Callable[..., tuple[Rows, torch.Tensor]]] = {"batched": generate, "one at a time": one_at_a_time}
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(args.repetitions):
         for name, way in ways.items():

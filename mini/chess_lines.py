@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from mini import config as defaults
 from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Shaping
-from mini.grpo import Baseline, KlController, Rows, make_learner, supervised, train
-from mini.model import GPT, Attention, Block, GptConfig, Sampling, generate
+from mini.grpo import Baseline, KlController, make_learner, supervised, train
+from mini.model import GPT, Attention, Block, GptConfig, Rows, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
 from mini.tokens import HISTORY, VOCABULARY, ChessTokens, Tokens
 from toolkit import UsageError
@@ -473,7 +473,7 @@ def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> Report:
     answers: dict[Task, list[str]] = {}
     for kind in TASKS:
         prompts = [task.prompt_ids(item) for item in task.corpus.held_out[kind]]
-        made = [generate(model, prompts[i : i + 32], 1, sampling, task.end, generator).tokens(task.end)
+        made = [generate(model, prompts[i : i + 32], 1, sampling, task.end, generator)[0].answers(task.end)
                 for i in range(0, len(prompts), 32)]  # fmt: skip
         answers[kind] = [task.tokens.decode(row) for part in made for (row,) in part]
     return report_on(answers, task)
@@ -550,42 +550,36 @@ def embedded_model() -> GPT:
     """A GPT-2 whose start values say where to look; what to make of it is left to training.
 
     An answer's square starts with the position embedding of the prompt's same square, and so do the tokens that name
-    this square in a move.  A square is half its file and rank, half itself.  The first layer compares places and copies
-    what it finds there: two heads prefer the board, two the moves, and one is sent from the move number to the side to
-    move, because Black's moves are counted.  In the second layer two heads look at the ends of a move, one hands the
-    piece on from the square that it leaves to the one that it reaches, and one looks for the mover's pieces.
+    this square in a move.  The first layer compares places and copies what it finds there: two heads prefer the board,
+    two the moves, and one is sent from the move number to the side to move, because Black's moves are counted.  In the
+    second layer two heads look at the ends of a move, and one looks from where it ends to where it begins.
     """
     model = GPT(EMBEDDED)
     model.start_by_copying(1.0, 1.0)
     C, D, wpe, wte = EMBEDDED.n_embd, EMBEDDED.n_embd // EMBEDDED.n_head, model.wpe.weight, model.wte.weight
-    files, ranks, own = (0.1 * torch.randn(n, C - WHAT) for n in (8, 8, 64))
-    squares = (files.repeat(8, 1) + ranks.repeat_interleave(8, 0)) / 2 + own / math.sqrt(2)  # in the order of a FEN
     sorts = orthonormal(2, C - WHAT)  # added to all places on the board, and to all moves
-    kinds = dict(zip(("from", "to", "white", "black"), free := orthonormal(4, WHAT), strict=True))
+    ends = dict(zip(("from", "to"), free := orthonormal(2, WHAT), strict=True))
     wpe *= 5  # places decide what is looked at
     wpe[:, :WHAT] = 0
     wpe[MOVES_AT] *= 0.2
-    wpe[BOARD_AT : BOARD_AT + 64, WHAT:] = squares
+    squares = wpe[BOARD_AT : BOARD_AT + 64, WHAT:].clone()  # in the order of a FEN
     side, number = wpe[SIDE].clone(), wpe[MOVE_NUMBER].mean(0)
     wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
     wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
-    wte[:, :WHAT] -= wte[:, :WHAT] @ free.t() @ free  # only what is of a kind has its direction
+    wte[:, :WHAT] -= wte[:, :WHAT] @ free.t() @ free  # only an end of a move has its direction
     for i, (kind, text) in enumerate(VOCABULARY):
-        wte[i] *= 1 if kind in kinds else 5
+        if kind in ends:
+            wte[i, :WHAT] += 1.1 * ends[kind]
+            wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
+            continue
+        wte[i] *= 5
         if kind in ("square", "side", "castling", "en passant", "tens", "ones"):
             wte[i, :WHAT] *= 2
             wte[i, WHAT:] *= 0.2
-        if kind == "square" and text != ".":
-            wte[i, :WHAT] += 1.5 * kinds["white" if text.isupper() else "black"]
-        if kind in kinds:
-            wte[i, :WHAT] += 1.1 * kinds[kind]
-            wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
     wte[VOCABULARY.index(("mark", "M:"))] = 1.4 * number  # so a P answer begins by looking at the side to move
-    white, black = (wte[VOCABULARY.index(("side", text)), :WHAT] for text in (" w", " b"))
-    end, colour = wte[0, :WHAT], white - black
 
-    def wide(what: Tensor) -> Tensor:
-        return F.pad(what, (0, C - len(what)))
+    def what(direction: Tensor) -> Tensor:
+        return F.pad(direction, (0, C - WHAT))
 
     for head in range(EMBEDDED.n_head):
         rows = slice(head * D, (head + 1) * D)
@@ -596,18 +590,10 @@ def embedded_model() -> GPT:
         look(model.h[0], head, 0, F.pad(sorts[head // 2], (WHAT, 0)), 0, 4)
     on_board = F.pad(0.3 * sorts[0], (WHAT, 0))  # an answer's side has the same place
     look(model.h[0], 1, 1, F.normalize(side, dim=0) + on_board, 4 * F.normalize(number, dim=0))
-    second = model.h[1]
-    look(second, 0, 0, wide(kinds["from"]), 0, 3)
-    look(second, 1, 0, wide(kinds["to"]), 0, 3)
-    look(second, 2, 0, wide(kinds["from"]), 3 * wide(kinds["to"]), -7)  # from the square that is reached alone
-    look(second, 2, 1, wide(F.normalize(end, dim=0)), 0, 1.5)  # the others look at the first token
-    look(second, 3, 0, wide(kinds["white"] - kinds["black"]), 2 * wide(F.normalize(colour, dim=0)))
-    no_piece = torch.linalg.qr(torch.stack((end, kinds["from"], kinds["to"]), 1))[0]
-    hands_on, rows = cast(Attention, second.attn), slice(2 * D, 3 * D)
-    hands_on.c_attn.weight[2 * C :][rows] = wide(torch.eye(WHAT) - no_piece @ no_piece.t())
-    hands_on.c_proj.weight[:, rows] = 2 * torch.eye(C, D)
-    for block in model.h:
-        block.mlp.c_fc.weight.mul_(3)  # GPT-2's own values suit a width of 768
+    look(model.h[1], 0, 0, what(ends["from"]), 0, 3)
+    look(model.h[1], 1, 0, what(ends["to"]), 0, 3)
+    look(model.h[1], 2, 0, what(ends["from"]), 5 * what(ends["to"]), -10)  # from the square that is reached alone
+    look(model.h[1], 2, 1, what(F.normalize(wte[0, :WHAT], dim=0)), 0, 1.5)  # the others look at the first token
     return model
 
 
@@ -732,8 +718,8 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     warm_start(model, task, config)
     generator = torch.Generator(model.device).manual_seed(config.seed)
-    made = generate(model, [ids], config.k_samples, sampling, task.end, generator)
-    for row, log_prob in zip(made.tokens(task.end)[0], made.log_probs[0].sum(1).tolist(), strict=True):
+    rows, log_probs = generate(model, [ids], config.k_samples, sampling, task.end, generator)
+    for row, log_prob in zip(rows.answers(task.end)[0], log_probs.sum(1).tolist(), strict=True):
         text = task.tokens.decode(row)
         if truth is None:
             said = "valid" if parse_policy(text.strip()) else "invalid"

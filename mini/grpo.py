@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini.config import BaselineType, ChessConfig, KlType
-from mini.model import GPT, Cache, Completions, Diverged, Sampling, generate, left_pad, policy_log_probs
+from mini.model import GPT, Cache, Diverged, Rows, Sampling, generate, policy_log_probs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss, token by token
@@ -170,57 +170,7 @@ def warmed_up(coef: float, seen: float, warmup: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows: prompts with their completions
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Prompts padded on the left, completions on the right, side by side."""
-
-    ids: Tensor  # (N, S + T)
-    mask: Tensor  # (N, S + T)
-    S: int
-    K: int = 1  # this many successive rows share a prompt
-
-    @staticmethod
-    def of_completions(made: Completions) -> Rows:
-        """Each completion after its prompt."""
-        k = made.ids.shape[1]
-        ids = torch.cat((made.prompt_ids.repeat_interleave(k, 0), made.ids.flatten(0, 1)), 1)
-        mask = torch.cat((made.prompt_mask.repeat_interleave(k, 0), made.mask.flatten(0, 1)), 1)
-        return Rows(ids, mask, made.prompt_ids.shape[1], k)
-
-    @staticmethod
-    def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
-                     ) -> Rows:  # fmt: skip
-        """Each right answer after its prompt."""
-        prompt_ids, prompt_mask = left_pad(prompts, pad, device)
-        flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad, device)
-        ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
-        return Rows(ids, torch.cat((prompt_mask, flipped_mask.flip(1)), 1), prompt_ids.shape[1])
-
-    @property
-    def answer_mask(self) -> Tensor:
-        """(N, T)."""
-        return self.mask[:, self.S :]
-
-    def micro_batches(self, size: int, needed: Tensor | None = None) -> list[Tensor]:
-        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together.
-
-        With `needed`, (N,) of bool, groups without such a row are left out.
-        """
-        groups = torch.arange(len(self.ids), device=self.ids.device).view(-1, self.K)  # (B, K)
-        order = self.mask.sum(1).view(-1, self.K).amax(1).argsort(stable=True)  # (B,), the shortest first
-        if needed is not None:
-            order = order[needed[groups].any(1)[order]]
-        return [part.flatten() for part in groups[order].split(max(1, size // self.K)) if len(part)]
-
-    def pick(self, rows: Tensor, K: int = 1) -> Rows:
-        """Some rows, K per prompt, without the columns that are padding in all of them."""
-        used = self.mask[rows].any(0)
-        first = int(used[: self.S].int().argmax())
-        last = self.S + int(used[self.S :].sum())
-        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
+# Log-probabilities
 
 
 class LanguageModel(Protocol):
@@ -246,7 +196,7 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
         last = model(prompt_ids, prompt_mask, cache)[:, -1:].repeat_interleave(rows.K, 0)  # (n, 1, C)
         hidden = torch.cat((last, model(rows.ids[:, rows.S : -1], rows.mask[:, :-1], cache)), 1)  # (n, T, C)
     all_log_probs = policy_log_probs(model.logits(hidden), temperature)  # (n, T, V)
-    log_probs = all_log_probs.gather(2, rows.ids[:, rows.S :, None])[..., 0]  # (n, T)
+    log_probs = all_log_probs.gather(2, rows.answer_ids[:, :, None])[..., 0]  # (n, T)
     return log_probs.masked_fill(~rows.answer_mask, 0), all_log_probs, hidden
 
 
@@ -393,12 +343,11 @@ def train(learner: Learner, task: Task, config: ChessConfig, sampling: Sampling)
         seconds = [now()]
         items = task.draw(learner.rng, config.batch_size)
         prompts = [task.prompt_ids(item) for item in items]
-        made = generate(learner.model, prompts, config.k_samples, sampling, task.end, learner.generator)
+        rows, old = generate(learner.model, prompts, config.k_samples, sampling, task.end, learner.generator)
         seconds.append(now())
 
-        rewards, figures = task.rewards(items, made.tokens(task.end))  # (B, K)
+        rewards, figures = task.rewards(items, rows.answers(task.end))  # (B, K)
         rewards = rewards.to(learner.model.device)
-        rows, old = Rows.of_completions(made), made.log_probs.flatten(0, 1)  # (N, T)
         advantages, returns = token_advantages(learner, rows, rewards, config)  # (N, T) each
         seconds.append(now())
 

@@ -239,22 +239,56 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Completions:
-    """Prompts padded on the left, completions on the right.  Masks are True for tokens, including the end token."""
+class Rows:
+    """Prompts padded on the left, completions on the right, side by side.  The end token is part of a completion."""
 
-    prompt_ids: Tensor  # (B, S)
-    prompt_mask: Tensor  # (B, S)
-    ids: Tensor  # (B, K, T)
-    mask: Tensor  # (B, K, T)
-    log_probs: Tensor  # (B, K, T) of the sampled tokens, 0 in the padding
+    ids: Tensor  # (N, S + T)
+    mask: Tensor  # (N, S + T): True for tokens, False for padding
+    S: int
+    K: int = 1  # this many successive rows share a prompt
 
-    def tokens(self, end: int) -> list[list[list[int]]]:
+    @staticmethod
+    def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
+                     ) -> Rows:  # fmt: skip
+        """Each right answer after its prompt."""
+        prompt_ids, prompt_mask = left_pad(prompts, pad, device)
+        flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad, device)
+        ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
+        return Rows(ids, torch.cat((prompt_mask, flipped_mask.flip(1)), 1), prompt_ids.shape[1])
+
+    @property
+    def answer_ids(self) -> Tensor:
+        """(N, T)."""
+        return self.ids[:, self.S :]
+
+    @property
+    def answer_mask(self) -> Tensor:
+        """(N, T)."""
+        return self.mask[:, self.S :]
+
+    def answers(self, end: int) -> list[list[list[int]]]:
         """The ids of each prompt's completions, without the end token."""
-        return [
-            [[token for token, real in zip(row, is_real, strict=True) if real and token != end]
-             for row, is_real in zip(rows, masks, strict=True)]
-            for rows, masks in zip(self.ids.tolist(), self.mask.tolist(), strict=True)
-        ]  # fmt: skip
+        rows = [[token for token, real in zip(row, is_real, strict=True) if real and token != end]
+                for row, is_real in zip(self.answer_ids.tolist(), self.answer_mask.tolist(), strict=True)]  # fmt: skip
+        return [rows[i : i + self.K] for i in range(0, len(rows), self.K)]
+
+    def micro_batches(self, size: int, needed: Tensor | None = None) -> list[Tensor]:
+        """Row numbers sorted by length, so that a micro-batch has little padding.  Groups stay together.
+
+        With `needed`, (N,) of bool, groups without such a row are left out.
+        """
+        groups = torch.arange(len(self.ids), device=self.ids.device).view(-1, self.K)  # (B, K)
+        order = self.mask.sum(1).view(-1, self.K).amax(1).argsort(stable=True)  # (B,), the shortest first
+        if needed is not None:
+            order = order[needed[groups].any(1)[order]]
+        return [part.flatten() for part in groups[order].split(max(1, size // self.K)) if len(part)]
+
+    def pick(self, rows: Tensor, K: int = 1) -> Rows:
+        """Some rows, K per prompt, without the columns that are padding in all of them."""
+        used = self.mask[rows].any(0)
+        first = int(used[: self.S].int().argmax())
+        last = self.S + int(used[self.S :].sum())
+        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -295,8 +329,11 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 def generate(
     model: GPT, prompts: Sequence[Sequence[int]], k: int, sampling: Sampling, end: int,
     generator: torch.Generator | None = None,
-) -> Completions:  # fmt: skip
-    """K completions of each prompt.  A row ends at its end token; a prompt leaves the batch when all its rows have."""
+) -> tuple[Rows, Tensor]:  # fmt: skip
+    """K completions of each prompt, and the log-probabilities of their tokens (N, T), 0 in the padding.
+
+    A row ends at its end token; a prompt leaves the batch when all its rows have ended.
+    """
     device = model.device
     prompt_ids, prompt_mask = left_pad(prompts, end, device)
     B, S = prompt_ids.shape
@@ -304,8 +341,8 @@ def generate(
     if S + room > model.config.n_positions:
         raise UsageError(f"a prompt of {S} tokens and a completion of {room} do not fit into the model's "
                          f"{model.config.n_positions} positions: lower --max-new-tokens")  # fmt: skip
-    ids = torch.full((B, k, room), end, device=device)
-    mask = torch.zeros(B, k, room, dtype=torch.bool, device=device)
+    ids, mask = (F.pad(part[:, None].expand(B, k, S), (0, room), value=padding)  # (B, K, S + room) each
+                 for part, padding in ((prompt_ids, end), (prompt_mask, False)))  # fmt: skip
     log_probs = torch.zeros(B, k, room, device=device)
     cache = Cache(prompt_mask, k, room)
     hidden = model(prompt_ids, prompt_mask, cache)[:, -1:]  # (B, 1, C)
@@ -314,8 +351,8 @@ def generate(
     ended = torch.zeros(B, k, dtype=torch.bool, device=device)  # (b, K)
     for t in range(room):
         token, log_prob = (part.view(-1, k) for part in choose(logits.flatten(0, 1), sampling, generator))  # (b, K)
-        ids[going, :, t] = token.masked_fill(ended, end)
-        mask[going, :, t] = ~ended
+        ids[going, :, S + t] = token.masked_fill(ended, end)
+        mask[going, :, S + t] = ~ended
         log_probs[going, :, t] = log_prob.masked_fill(ended, 0)
         ended = ended | (token == end)
         left = ~ended.all(1)  # (b,)
@@ -325,4 +362,6 @@ def generate(
             going, ended, token = going[left], ended[left], token[left]
             cache.keep(left)
         logits = model.logits(model.decode(token, cache))
-    return Completions(prompt_ids, prompt_mask, ids[:, :, : t + 1], mask[:, :, : t + 1], log_probs[:, :, : t + 1])
+    longest = S + t + 1
+    rows = Rows(ids[:, :, :longest].flatten(0, 1), mask[:, :, :longest].flatten(0, 1), S, k)
+    return rows, log_probs[:, :, : t + 1].flatten(0, 1)

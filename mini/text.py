@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from mini import grpo
 from mini.config import SampleConfig, TextConfig
-from mini.grpo import LanguageModel, Learner, Rows, score
-from mini.model import GPT, GptConfig, Sampling, generate
+from mini.grpo import LanguageModel, Learner, score
+from mini.model import GPT, GptConfig, Rows, Sampling, generate
 from mini.runs import Figures, Run, device_of, read_state, restore, say, table, write
 from mini.tokens import BpeTokens
 from toolkit import UsageError
@@ -169,13 +169,13 @@ def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
     K, right = config.k_samples, text[:, 1:]
     if config.context == "model":
         sampling = Sampling(max_new_tokens=right.shape[1])
-        made = generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
-        rows, right = Rows.of_completions(made), right.repeat_interleave(K, 0)
+        rows, _ = generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
+        right = right.repeat_interleave(K, 0)
     else:
         rows = whole_rows(text)
     _, log_probs, hidden = score(learner.model, rows, 1.0)
     if config.context == "model":
-        return Rollouts(rows, rows.ids[:, 1:, None], right, log_probs, hidden)
+        return Rollouts(rows, rows.answer_ids[:, :, None], right, log_probs, hidden)
     probs = log_probs.detach().exp().flatten(0, 1)  # (B * T, V)
     chosen = torch.multinomial(probs, K, replacement=True, generator=learner.generator).unflatten(0, right.shape)
     return Rollouts(rows, chosen, right, log_probs, hidden)
@@ -386,7 +386,8 @@ def written(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
     if config.algo == "denoise":
         ids, told = unmask(model, 16, T, config.unmask_steps, generator), Report()
     else:
-        ids = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), NO_END, generator).ids[:, 0]
+        rows, _ = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), NO_END, generator)
+        ids = rows.answer_ids
         told = {"free_right": (ids == windows[:, 1:]).float().mean().item()}
     counts = ids.flatten().bincount()
     return told | {
@@ -527,8 +528,7 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
         rows = unmask(model, config.k_samples, made.horizon, made.unmask_steps, generator).tolist()
     else:
         sampling = Sampling(config.temperature, config.top_k, config.top_p, min(config.max_new_tokens or 200, room))
-        made_ids = generate(model, [ids], config.k_samples, sampling, NO_END, generator).ids[0].tolist()
-        rows = [ids + row for row in made_ids]
+        rows = generate(model, [ids], config.k_samples, sampling, NO_END, generator)[0].ids.tolist()
     for row in rows:
         print(tokens.decode(row), end="\n---\n")
     return {}

@@ -89,8 +89,8 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
 
 def test_greedy_sampling_with_latents_equals_whole_passes() -> None:
     model, prompts = small_model(config=LATENT), [[3, 1, 4], [2, 6, 5]]
-    made = generate(model, prompts, 1, Sampling(0, max_new_tokens=8), -1)
-    for prompt, (row,) in zip(prompts, made.ids.tolist(), strict=True):
+    rows, _ = generate(model, prompts, 1, Sampling(0, max_new_tokens=8), -1)
+    for prompt, row in zip(prompts, rows.answer_ids.tolist(), strict=True):
         document = list(prompt)
         for token in row:
             ids = torch.tensor([document])

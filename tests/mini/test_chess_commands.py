@@ -196,18 +196,14 @@ def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTas
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_a_p_answer_begins_by_looking_at_the_movers_pieces(task: ChessTask, seed: int) -> None:
+def test_a_p_answer_begins_by_looking_at_the_side_to_move(task: ChessTask, seed: int) -> None:
     """Without this, every third move began with the other side's piece, and rewards never found out which is which."""
     torch.manual_seed(seed)
-    model, own, theirs, items = embedded_model(), 0.0, 0.0, task.corpus.held_out["P"]
-    for item in items:
-        prompt, board = task.prompt_ids(item), chess.Board(item.fen)
-        seen = attention(model, [*prompt, *task.answer_ids(item)], 1, 3)[len(prompt)]  # from M:
-        for square, piece in board.piece_map().items():
-            share = float(seen[BOARD_AT + (square ^ 56)])
-            own, theirs = (own + share, theirs) if piece.color == board.turn else (own, theirs + share)
-    assert own / len(items) > 0.9
-    assert theirs < own / 20
+    model = embedded_model()
+    for item in task.corpus.held_out["P"]:
+        prompt = task.prompt_ids(item)
+        seen = attention(model, [*prompt, *task.answer_ids(item)], 0, 1)[len(prompt)]  # from M:
+        assert seen[SIDE] > 0.9
 
 
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from mini.grpo import (
     Baseline,
     KlController,
     Learner,
-    Rows,
     ValueHead,
     entropy,
     exact_kl,
@@ -38,7 +37,7 @@ from mini.grpo import (
     warmed_up,
     zero_spread,
 )
-from mini.model import GPT, Cache, Diverged, Sampling, generate
+from mini.model import GPT, Cache, Diverged, Rows, Sampling, generate
 from tests.mini.helpers import END, SMALL, elsewhere, log_probs_of, small_model
 
 REWARDS = torch.tensor([[0.2, 0.2, 0.6, 1.0], [-0.3, -0.3, -0.3, 0.6]])  # means 0.5 and -0.075
@@ -258,14 +257,13 @@ def make_step(**options: Any) -> Step:
         for ours, theirs in zip(policy.parameters(), sampler.parameters(), strict=True):
             ours.copy_(theirs + 0.01 * torch.randn_like(theirs))
     sampling = Sampling(config.temperature, max_new_tokens=9)
-    made = generate(sampler, PROMPTS, K, sampling, END, torch.Generator().manual_seed(0))
+    rows, old = generate(sampler, PROMPTS, K, sampling, END, torch.Generator().manual_seed(0))
     learner = learner_for(policy, reference, config)
     if learner.value_head:
         torch.nn.init.normal_(learner.value_head.out.weight)
-    rows = Rows.of_completions(made)
     rewards = torch.tensor([[0.2, 0.2, 0.6, 1.0], [-0.3, -0.3, -0.3, 0.6], [0.4, 0.4, 0.4, 0.4]])
     advantages, returns = token_advantages(learner, rows, rewards, config)
-    return Step(learner, rows, made.log_probs.flatten(0, 1), rewards, advantages, returns, config)
+    return Step(learner, rows, old, rewards, advantages, returns, config)
 
 
 def documents(rows: Rows) -> list[tuple[list[int], list[int]]]:
@@ -372,7 +370,7 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_completions_of_a_single_token_are_scored_together() -> None:
     """A policy that has collapsed to the end token makes them: after the prompt nothing is left to read."""
     model = make_step().learner.model
-    rows = Rows.of_completions(generate(model, PROMPTS, K, Sampling(max_new_tokens=1), END))
+    rows, _ = generate(model, PROMPTS, K, Sampling(max_new_tokens=1), END)
     together, alone = (score(model, part, 0.9)[0] for part in (rows, dataclasses.replace(rows, K=1)))
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
 
@@ -580,7 +578,7 @@ def test_supervised_training_learns_answers() -> None:
     model = supervised(small_model(spread=1), answers, 3e-3, steps=100, say=said.append)
     assert said[0].startswith("supervised step 100  loss ")
     assert likelihood(model, answers(99)) < before / 2
-    made = generate(model, PROMPTS, 1, Sampling(0, max_new_tokens=9), END).tokens(END)
+    made = generate(model, PROMPTS, 1, Sampling(0, max_new_tokens=9), END)[0].answers(END)
     assert [rows[0] for rows in made] == [[7] * len(prompt) for prompt in PROMPTS]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini.grpo import Rows, score
+from mini.grpo import score
 from mini.model import GPT, Attention, Block, Cache, Diverged, GptConfig, Sampling, choose, generate, left_pad
 from tests.mini.helpers import END, LATENT, SMALL, elsewhere, log_probs_of, small_model
 from toolkit import UsageError
@@ -77,23 +77,24 @@ def ending_model(seed: int = 1) -> GPT:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_batched_greedy_equals_one_by_one(seed: int) -> None:
     model = ending_model(seed)
-    made = generate(model, PROMPTS, 2, GREEDY, END)
-    for prompt, rows in zip(PROMPTS, made.tokens(END), strict=True):
+    rows, _ = generate(model, PROMPTS, 2, GREEDY, END)
+    for prompt, answers in zip(PROMPTS, rows.answers(END), strict=True):
         expected = [token for token in greedy_alone(model, prompt, 20) if token != END]
-        assert rows == [expected, expected]
+        assert answers == [expected, expected]
 
 
 def test_rows_end_at_their_own_end_token_which_counts() -> None:
-    made = generate(ending_model(), PROMPTS, 16, Sampling(max_new_tokens=20), END, torch.Generator().manual_seed(0))
-    lengths = made.mask.sum(2)
+    generator = torch.Generator().manual_seed(0)
+    rows, log_probs = generate(ending_model(), PROMPTS, 16, Sampling(max_new_tokens=20), END, generator)
+    lengths = rows.answer_mask.sum(1)
     assert lengths.unique().numel() > 3
-    for ids, mask in zip(made.ids.flatten(0, 1).tolist(), made.mask.flatten(0, 1).tolist(), strict=True):
+    for ids, mask in zip(rows.answer_ids.tolist(), rows.answer_mask.tolist(), strict=True):
         length = sum(mask)
         assert mask == [True] * length + [False] * (len(mask) - length)
         assert END not in ids[: length - 1]
         assert set(ids[length:]) <= {END}
         assert ids[length - 1] == END or length == 20
-    assert made.log_probs[~made.mask].abs().max() == 0
+    assert log_probs[~rows.answer_mask].abs().max() == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
@@ -101,16 +102,14 @@ def test_log_probs_are_those_of_the_sampling_policy(temperature: float) -> None:
     """Against passes over each document alone, and against what the first update works out."""
     model = ending_model()
     sampling = Sampling(temperature, top_k=20, top_p=0.9, max_new_tokens=12)
-    made = generate(model, PROMPTS, 3, sampling, END, torch.Generator().manual_seed(0))
-    for b, prompt in enumerate(PROMPTS):
-        for k in range(3):
-            row = made.ids[b, k][made.mask[b, k]].tolist()
-            alone = log_probs_of(model, prompt + row, temperature)
-            expected = [alone[len(prompt) - 1 + t][token] for t, token in enumerate(row)]
-            torch.testing.assert_close(made.log_probs[b, k, : len(row)], torch.tensor(expected), atol=1e-4, rtol=0)
-    rows = Rows.of_completions(made)
+    rows, log_probs = generate(model, PROMPTS, 3, sampling, END, torch.Generator().manual_seed(0))
+    for n, (ids, mask, found) in enumerate(zip(rows.answer_ids, rows.answer_mask, log_probs, strict=True)):
+        prompt, row = PROMPTS[n // 3], ids[mask].tolist()
+        alone = log_probs_of(model, prompt + row, temperature)
+        expected = [alone[len(prompt) - 1 + t][token] for t, token in enumerate(row)]
+        torch.testing.assert_close(found[: len(row)], torch.tensor(expected), atol=1e-4, rtol=0)
     recomputed, _, _ = score(model, rows, temperature)
-    torch.testing.assert_close(recomputed, made.log_probs.flatten(0, 1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(recomputed, log_probs, atol=1e-4, rtol=0)
 
 
 def test_a_prompt_is_read_once_whatever_the_number_of_completions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +124,8 @@ def test_prompts_that_have_ended_cost_no_more(monkeypatch: pytest.MonkeyPatch) -
     model, widths = ending_model(), list[int]()
     decode = model.decode
     monkeypatch.setattr(model, "decode", lambda ids, cache: widths.__iadd__([len(ids)]) and decode(ids, cache))
-    made = generate(model, PROMPTS, 2, Sampling(max_new_tokens=50), END, torch.Generator().manual_seed(0))
-    longest = made.mask.any(1).sum(1)
+    rows, _ = generate(model, PROMPTS, 2, Sampling(max_new_tokens=50), END, torch.Generator().manual_seed(0))
+    longest = rows.answer_mask.sum(1).view(-1, 2).amax(1)
     assert widths == [int((longest > t + 1).sum()) for t in range(len(widths))]
     assert widths[-1] < 4
 
@@ -152,7 +151,7 @@ def test_the_tokens_left_to_choose_from_are_those_of_transformers(top_k: int, to
 def test_the_same_seed_samples_the_same() -> None:
     model = small_model()
     first, second, other = (
-        generate(model, PROMPTS, 4, Sampling(max_new_tokens=10), END, torch.Generator().manual_seed(seed)).ids
+        generate(model, PROMPTS, 4, Sampling(max_new_tokens=10), END, torch.Generator().manual_seed(seed))[0].ids
         for seed in (5, 5, 6)
     )
     assert torch.equal(first, second)
@@ -177,7 +176,7 @@ def test_a_logit_that_is_no_number_ends_the_run(temperature: float) -> None:
 def test_every_tensor_of_sampling_is_made_where_the_model_is(config: GptConfig) -> None:
     """What is made elsewhere has no content here."""
     model = small_model(config=config)
-    expected = generate(model, PROMPTS, 2, GREEDY, END).ids
+    expected = generate(model, PROMPTS, 2, GREEDY, END)[0].ids
     with elsewhere():
-        made = generate(model, PROMPTS, 2, GREEDY, END)
-    assert torch.equal(made.ids, expected)
+        rows, _ = generate(model, PROMPTS, 2, GREEDY, END)
+    assert torch.equal(rows.ids, expected)

@@ -15,8 +15,8 @@ from torch import Tensor
 import mini.text
 from mini.__main__ import main, parse_arguments
 from mini.config import TextConfig, text_defaults
-from mini.grpo import Rows, supervised
-from mini.model import GPT, GptConfig
+from mini.grpo import supervised
+from mini.model import GPT, GptConfig, Rows
 from mini.text import STEPS, CharTokens, Corpus, Report, collapse, foretold, summary, written
 from tests.mini.helpers import run_mini
 
