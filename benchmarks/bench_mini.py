@@ -144,8 +144,8 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """Both comparisons, with the embedded model after a short warm start so that answers have a realistic length."""
-    config = EvalConfig(warm_steps=60, a_lines=4000)
+    """Both comparisons, with the embedded model after its warm start, because speed depends on the length of answers."""
+    config = EvalConfig()
     torch.manual_seed(0)
     model, task = embedded_model(), ChessTask(ChessTokens(), config)
     warm_start(model, task, config)
