@@ -144,7 +144,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """Both comparisons, with the embedded model after its warm start, because speed depends on the length of answers."""
+    """Both comparisons, with the embedded model after its warm start, as speed depends on the length of answers."""
     config = EvalConfig()
     torch.manual_seed(0)
     model, task = embedded_model(), ChessTask(ChessTokens(), config)
