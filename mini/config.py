@@ -62,7 +62,7 @@ class ModelOptions(CommonOptions):
 class GrpoOptions:
     """The algorithm."""
 
-    steps: Annotated[int, (0, 1e7)] = 450  # GRPO steps
+    steps: Annotated[int, (0, 1e7)] = 400  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
     lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the embedded model, 1e-5 with --init

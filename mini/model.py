@@ -46,7 +46,7 @@ class Cache:
     new_tokens: int  # room in each completion
     length: int = 0  # tokens in each completion so far
     prompt: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, H, S, D) each: shared by the completions
-    own: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, K, H, new tokens, D) each: filled up to length
+    own: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, H, K, new tokens, D) each: filled up to length
 
     def extended(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """A layer's new tensors (N, H, T, D) after those of the prompts, (N, H, S + T, D).
@@ -57,8 +57,8 @@ class Cache:
             return tuple(torch.cat((prompt.repeat_interleave(self.k, 0), part), 2)
                          for prompt, part in zip(self.prompt[layer], new, strict=True))  # fmt: skip
         B, H, _, D = new[0].shape
-        self.prompt.append(new)
-        self.own.append(tuple(part.new_zeros(B, self.k, H, self.new_tokens, D) for part in new))
+        self.prompt.append(tuple(part.contiguous() for part in new))  # otherwise each new token would copy them
+        self.own.append(tuple(part.new_empty(B, H, self.k, self.new_tokens, D) for part in new))
         return new
 
     def keep(self, prompts: Tensor) -> None:
@@ -68,22 +68,21 @@ class Cache:
             parts[:] = [tuple(part[prompts] for part in layer) for layer in parts]
 
     def attend(self, layer: int, q: Tensor, scale: float, *new: Tensor) -> Tensor:
-        """Cache a new token's keys and values `new` (B, K, H or 1, D) and attend with its queries (B, K, H, D)."""
-        prompt, own, at = self.prompt[layer], self.own[layer], self.length
-        for kept, part in zip(own, new, strict=True):
-            kept[:, :, :, at] = part
-        keys, values = prompt[0], prompt[-1]  # (B, H or 1, S, D)
-        own_keys, own_values = (part[:, :, :, : at + 1] for part in (own[0], own[-1]))  # (B, K, H or 1, t, D)
+        """Cache a new token's keys and values `new` (B, K, G, D), G = H or 1; attend with its queries (B, K, H, D)."""
+        for kept, part in zip(self.own[layer], new, strict=True):
+            kept[:, :, :, self.length] = part.transpose(1, 2)
+        keys, values = (self.prompt[layer][i] for i in (0, -1))  # (B, G, S, D)
+        own_keys, own_values = (self.own[layer][i][:, :, :, : self.length + 1] for i in (0, -1))  # (B, G, K, t, D)
+        G, S = keys.shape[1:3]
+        q = (scale * q).unflatten(2, (G, -1)).transpose(1, 2).contiguous()  # (B, G, K, H / G, D)
 
-        # One product for all K queries of a prompt, so the prompt's keys are never copied.
-        to_prompt = (q.transpose(1, 2) @ keys.transpose(2, 3)).transpose(1, 2)  # (B, K, H, S)
+        # One product for all queries that share a prompt's keys, so these are never copied.
+        to_prompt = q.flatten(2, 3) @ keys.transpose(2, 3)  # (B, G, K * H / G, S)
         to_prompt = to_prompt.masked_fill(~self.prompt_mask[:, None, None], -math.inf)
-        to_own = (q[:, :, :, None] @ own_keys.transpose(3, 4))[:, :, :, 0]  # (B, K, H, t)
-        weights = (torch.cat((to_prompt, to_own), 3) * scale).softmax(3)
-        on_prompt, on_own = weights.split((to_prompt.shape[3], at + 1), 3)
-        found: Tensor = (on_prompt.transpose(1, 2) @ values).transpose(1, 2)
-        found += (on_own[:, :, :, None] @ own_values)[:, :, :, 0]
-        return found
+        to_own = q @ own_keys.transpose(3, 4)  # (B, G, K, H / G, t)
+        weights = torch.cat((to_prompt.view(*q.shape[:4], S), to_own), 4).softmax(4)
+        found = (weights[..., :S].flatten(2, 3) @ values).view_as(q) + weights[..., S:] @ own_values
+        return found.transpose(1, 2).flatten(2, 3)
 
 
 class Attention(nn.Module):

@@ -403,7 +403,7 @@ def test_every_number_has_its_limits(kind: type) -> None:
 
 @pytest.mark.long
 def test_the_default_job_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 450 steps 60 have to do: legal moves come first, and positions do not suffer."""
+    """Of 400 steps 60 have to do: legal moves come first, and positions do not suffer."""
     monkeypatch.setattr(mini.chess_lines, "shipped_examples", shipped_examples)
     done = run_mini("chess", "--json", "--no-control", "--steps", 60, "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
