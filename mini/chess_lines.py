@@ -526,7 +526,7 @@ def tables(columns: dict[str, Report]) -> str:
 
 EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
 BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
-SIDE, MOVE_NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side, and its last digits
+SIDE, MOVE_NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side, and of its move number
 POSITION = 71  # tokens of a FEN
 WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
 
@@ -573,7 +573,7 @@ def embedded_model() -> GPT:
             wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
             continue
         wte[i] *= 5
-        if kind in ("square", "side", "castling", "en passant", "tens", "ones"):
+        if kind in ("square", "side", "castling", "en passant", "mod 14", "mod 15"):
             wte[i, :WHAT] *= 2
             wte[i, WHAT:] *= 0.2
     wte[VOCABULARY.index(("mark", "M:"))] = 1.4 * number  # so a P answer begins by looking at the side to move

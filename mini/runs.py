@@ -284,6 +284,6 @@ def load_tokens(folder: Path) -> Tokens:
     """The vocabulary of the model in a folder."""
     tokens: Tokens = ChessTokens() if read_config(folder).get("mini_tokens") == "chess" else BpeTokens(folder)
     size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
-    if tokens.size > size:
+    if tokens.size > size or (tokens.size < size and isinstance(tokens, ChessTokens)):  # byte pairs may be padded
         raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
     return tokens

@@ -2,8 +2,8 @@
 
 Byte pairs cut a position into pieces of uneven length, so a small model has to count before it can copy a square.  With
 the chess tokens a position is always 71, one of them for each square, and the token to copy or change is always at the
-same distance.  A move is two, and the best move is written as its number in the list.  Both vocabularies round-trip
-exactly.
+same distance.  A move is two, and the best move is written as its number in the list.  A clock is two: its remainders
+by 14 and by 15, which name each number below 210 and count on without a carry.  Both vocabularies round-trip exactly.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ VOCABULARY: tuple[Token, ...] = (
     *(("castling", " " + ("".join(right for i, right in enumerate("KQkq") if bits >> i & 1) or "-"))
       for bits in range(16)),
     *(("en passant", " " + square) for square in ("-", *(square for square in SQUARES if square[1] in "36"))),
-    *(("tens", f" {number or ''}") for number in range(20)),
-    *(("ones", str(number)) for number in range(10)),
+    *((f"mod {by}", f" {rest} mod {by}") for by in (14, 15) for rest in range(by)),
     *((past + "from", " " + square) for past in ("", "past ") for square in SQUARES),
     *((past + "to", square) for past in ("", "past ") for square in (*SQUARES, *PROMOTIONS)),
     *(("number", str(number)) for number in range(1, CANDIDATES + 1)),
@@ -105,7 +104,7 @@ VOCABULARY: tuple[Token, ...] = (
     *(("flag", flag) for flag in ("+0", "+1")),
 )  # fmt: skip
 
-FEN = r"([1-8pnbrqkPNBRQK/]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)"
+FEN = r"([1-8pnbrqkPNBRQK/]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (0|[1-9]\d*) (0|[1-9]\d*)"
 MOVES = r"((?: ?[a-h][1-8][a-h][1-8][qrbn]?)*)"
 SHAPES = {
     "A prompt": re.compile(rf"A: ?{FEN}\+{MOVES}\+{MOVES}\+"),
@@ -120,11 +119,16 @@ def position(board: str, *fields: str) -> list[Token]:
     rows = [re.sub(r"\d", lambda digit: "." * int(digit[0]), row) for row in board.split("/")]
     if [len(row) for row in rows] != [8] * 8:
         raise ValueError(f"{board} is no board")
-    if too_late := [clock for clock in fields[3:] if int(clock) > 199]:
+    if too_late := [clock for clock in fields[3:] if int(clock) >= 14 * 15]:
         raise ValueError(f"no chess token for {too_late[0]!r}")
     tokens = [("square", piece) for piece in "".join(rows)]
     tokens += [(kind, " " + field) for kind, field in zip(("side", "castling", "en passant"), fields[:3], strict=True)]
-    return tokens + [token for clock in fields[3:] for token in (("tens", " " + clock[:-1]), ("ones", clock[-1]))]
+    return tokens + [(f"mod {by}", f" {int(clock) % by} mod {by}") for clock in fields[3:] for by in (14, 15)]
+
+
+def clock_of(rests: re.Match[str]) -> str:
+    """The number below 210 with these remainders: 15 has 1 and 0, and -14 has 0 and 1."""
+    return str((15 * int(rests[1]) - 14 * int(rests[2])) % 210)
 
 
 def squares_of(moves: str, past: str = "") -> list[Token]:
@@ -177,7 +181,7 @@ class ChessTokens:
                 ("number", str(moves.index(best) + 1))]  # fmt: skip
 
     def decode(self, ids: list[int]) -> str:
-        """Concatenate the tokens' texts; squares are written row by row, and a move's number as the move."""
+        """Concatenate the tokens' texts; squares are written row by row, a move's number as the move."""
         text, tokens = "", [VOCABULARY[i] for i in ids]
         moves = [a[1] + b[1] for a, b in pairwise(tokens) if (a[0], b[0]) == ("from", "to")]
         for kind, run in groupby(tokens, key=lambda token: token[0]):
@@ -188,4 +192,5 @@ class ChessTokens:
             if kind == "number":
                 part = "".join(move for digit in part for move in moves[int(digit) - 1 : int(digit)])
             text += part
+        text = re.sub(r"(\d+) mod 14 (\d+) mod 15", clock_of, text)
         return text.replace("+ ", "+").strip()

@@ -82,11 +82,13 @@ def test_what_is_saved_loads_in_transformers(tmp_path: Path) -> None:
 
 
 def test_folder_says_which_vocabulary_is_its_own(tmp_path: Path) -> None:
+    """Chess tokens that were others, as in an older version's run, are refused."""
     save_model(small_model(), ChessTokens(), tmp_path)
-    size = ChessTokens().size
-    with pytest.raises(UsageError, match=f"a vocabulary of {size} tokens, but a model of 50"):
-        load_tokens(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    size, config = ChessTokens().size, json.loads((tmp_path / "config.json").read_text())
+    for other in (50, size + 1):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": other}))
+        with pytest.raises(UsageError, match=f"a vocabulary of {size} tokens, but a model of {other}"):
+            load_tokens(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
     assert isinstance(load_tokens(tmp_path), ChessTokens)
 
