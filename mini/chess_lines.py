@@ -647,6 +647,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     blind = controls(task)
     run.begin()
     if checkpoint:
+        load_tokens(run.folder / "start")  # refuses those of another version
         model = load_model(run.folder / "start").to(model.device)
     else:
         warm_start(model, task, config)

@@ -281,6 +281,11 @@ def test_a_resumed_run_must_be_the_same_run(chess_run: Trained, tmp_path: Path) 
         assert complaint in done.stderr
     done = run_mini("text", "--log-dir", folder, "--resume")
     assert f"error: {folder} has a run of chess in it, not of text\n" == done.stderr
+    start = folder / "start" / "config.json"
+    start.write_text(start.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
+    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
+    assert done.returncode == 2
+    assert f"error: {folder / 'start'}: a vocabulary of" in done.stderr  # an older version's tokens
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
     done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
