@@ -651,7 +651,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         model = load_model(run.folder / "start").to(model.device)
     else:
         warm_start(model, task, config)
-        save_model(model, task.tokens, run.folder / "start", config.init)
+        save_model(model, task.tokens, run.folder / "start")
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
@@ -667,7 +667,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
              for name, told in blind.items() for kind in TASKS if kind in told}  # fmt: skip
     flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
                       lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
-    save_model(learner.model, task.tokens, run.folder / "model", config.init)
+    save_model(learner.model, task.tokens, run.folder / "model")
     reports = {"before": run.extra["before"], "before, likeliest": run.extra["likeliest"],
                "after": evaluate(learner.model, task, sampling)}  # fmt: skip
     if config.control:

@@ -263,18 +263,16 @@ def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for name, ours in names.items() if not ours.endswith(SKIPPED) and ours != "lm_head.weight"}  # fmt: skip
 
 
-def save_model(model: GPT, tokens: Tokens, folder: Path, vocabulary: Path | None = None) -> None:
-    """Write a folder for load_model, load_tokens and transformers; BPE files are copied from `vocabulary`."""
+def save_model(model: GPT, tokens: Tokens, folder: Path) -> None:
+    """Write a folder for load_model, load_tokens and transformers."""
     tensors = {f"transformer.{name}": (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous().cpu()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     config = dataclasses.asdict(model.config) | ASSUMED | {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
         "eos_token_id": tokens.end, "mini_tokens": "chess" if isinstance(tokens, ChessTokens) else "bpe",
     }  # fmt: skip
-    for pair in BpeTokens.NAMES if vocabulary and isinstance(tokens, BpeTokens) else ():
-        for name in pair:
-            if vocabulary and (vocabulary / name).is_file():
-                write(folder / name, (vocabulary / name).read_bytes())
+    for name, content in tokens.files.items() if isinstance(tokens, BpeTokens) else ():
+        write(folder / name, content)
     data = safetensors.torch.save(tensors, {"format": "pt"})
     write(folder / "model.safetensors", data)
     write(folder / "config.json", json.dumps(config, indent=2).encode())

@@ -55,6 +55,7 @@ class BpeTokens:
         os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache is keyed by name and would miss a changed file
         try:  # a byte string's id is also its rank among the merges
             ranks = data_gym_to_mergeable_bpe_ranks(str(folder / pair[0]), str(folder / pair[1]))
+            self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
         except (OSError, ValueError, KeyError, AssertionError):
             raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
         self.end, self.size = len(ranks), len(ranks) + 1

@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -182,17 +183,19 @@ LOOKS: dict[str, tuple[int, int, Callable[[int, int], list[tuple[int, int]]]]] =
 
 @pytest.mark.parametrize("what", LOOKS)
 def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTask, what: str) -> None:
-    torch.manual_seed(0)
-    model, found = embedded_model(), list[float]()
-    assert model.config == EMBEDDED
     layer, head, pairs = LOOKS[what]
-    for item in task.corpus.held_out["A"]:
+    models, found = list[GPT](), list[float]()
+    for seed in range(4):  # how much of its attention the last one has depends on the seed
+        torch.manual_seed(seed)
+        models.append(embedded_model())
+    assert models[0].config == EMBEDDED
+    for model, item in product(models, task.corpus.held_out["A"]):
         prompt = task.prompt_ids(item)
         assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
         seen = attention(model, [*prompt, *task.answer_ids(item)], layer, head)
         a, z = (chess.parse_square(item.prompt.split("+")[1][i : i + 2]) ^ 56 for i in (0, 2))  # in the order of a FEN
         found += [float(seen[at, there]) for at, there in pairs(a, z)]
-    assert statistics.fmean(found) > 0.5  # most of it; how much depends on the seed
+    assert statistics.fmean(found) > 0.7
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mini.chess_lines import SHIPPED, parse_line, self_play
+from mini.model import GPT, GptConfig
+from mini.runs import load_tokens, save_model
 from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
 from toolkit import UsageError
 
@@ -146,6 +148,13 @@ def test_either_pair_of_names_will_do(vocabulary: Path, lines: list[str], tmp_pa
     (tmp_path / "vocab.bpe").write_bytes((vocabulary / "merges.txt").read_bytes())
     (tmp_path / "encoder.json").write_bytes((vocabulary / "vocab.json").read_bytes())
     assert BpeTokens(tmp_path).encode(lines[0]) == BpeTokens(vocabulary).encode(lines[0])
+
+
+def test_a_model_keeps_its_byte_pairs(vocabulary: Path, tmp_path: Path, lines: list[str]) -> None:
+    """A run that began from another run's folder had none, because these files lie in its model's folder."""
+    tokens = BpeTokens(vocabulary)
+    save_model(GPT(GptConfig(1, 1, 8, 8, tokens.size)), tokens, tmp_path)
+    assert load_tokens(tmp_path).encode(lines[0]) == tokens.encode(lines[0])
 
 
 def test_ids_and_bytes_that_are_no_text(vocabulary: Path) -> None:
