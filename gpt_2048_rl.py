@@ -1372,7 +1372,7 @@ class ModelOptions:
 class CommonOptions:
     """The options that people change first."""
 
-    model: str = "auto"  # auto: gpt-oss-20b where a CUDA GPU is found, else tiny; or a hub id, or a local folder
+    model: str = "auto"  # auto: gpt-oss-20b with a CUDA GPU, else tiny; or smollm2, a hub id, a folder
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     steps: Annotated[int, (1, 10**7)] = 300  # optimizer steps
     minutes: Annotated[float, (0.0, 1e6)] = 0.0  # stop training after this time; 0: no limit
@@ -1451,6 +1451,10 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
     "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
+SMOLLM2: dict[str, Any] = {
+    "model": "smollm2", "steps": 150, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
+    "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 128}  # fmt: skip
+OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
@@ -1461,15 +1465,15 @@ PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:
     """Defaults of the options for a model, a recipe and a reasoning effort."""
     numbers: dict[str, Any] = {"model": model, "reasoning": reasoning if reasoning in REASONING else "none"}
-    numbers |= (EMBEDDED if model == "tiny" else {}) | (PUBLISHED if recipe == "published" else {})
-    return TrainConfig(**numbers)
+    numbers |= OWN_NUMBERS.get(model, {}) | (PUBLISHED if recipe == "published" else {})
+    return TrainConfig(loader=machine.default_loader(model), **numbers)
 
 
 @dataclass(kw_only=True)
 class EvalOptions:
     """What is evaluated."""
 
-    model: str  # "tiny", a hub id, a folder (model, adapter, checkpoint or run) or a .py file with a strategy
+    model: str  # tiny, smollm2, a hub id, a folder (model, adapter, checkpoint or run) or a .py file
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of sampling
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
@@ -1510,7 +1514,8 @@ def check_config(config: Any) -> None:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
     own = ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive", "report_to")
     needs = [f"--{n.replace('_', '-')}" for n in own if getattr(config, n, 0) != getattr(type(config), n, 0)]
-    needs += [f"--model {m}"] if (m := getattr(config, "model", "")) in ("auto", "tiny") else ["--model"] * (m is True)
+    model = getattr(config, "model", "")
+    needs += [f"--model {model}"] if model in ("auto", *OWN_NUMBERS) else ["--model"] * (model is True)
     if ALONE and needs:
         raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
     option = ""
@@ -1561,7 +1566,7 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
-    plain = isinstance(config, TrainConfig) and config.loader == "transformers"
+    plain = not ALONE and machine.uses_transformers(config)
     load = {"load_in_4bit": config.weights in ("auto", "4bit"), "load_in_16bit": config.weights == "16bit"}
     if not ALONE:
         name, load = machine.prepare(name, config, say, tiny_task)

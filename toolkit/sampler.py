@@ -88,7 +88,8 @@ def log_probabilities(model: Any, batch: dict[str, Any], rows: int, temperature:
     prompt = batch["prompt_ids"][0][batch["prompt_mask"][0].bool()]
     ids = torch.cat((prompt.expand(rows, -1), batch["completion_ids"][:rows, :TOKENS]), 1)  # (rows, P + T)
     with torch.no_grad():
-        logits = model(ids).logits[:, len(prompt) - 1 : -1]  # what stands behind a completion does not change it
+        kept = ids.shape[1] - len(prompt) + 1
+        logits = model(ids, logits_to_keep=kept).logits[:, :-1]  # what stands behind a completion does not change it
     torch.compiler.set_stance("default")  # Unsloth's forward without labels may have changed it
     log_probs: torch.Tensor = (logits.float() / temperature).log_softmax(-1)
     return log_probs

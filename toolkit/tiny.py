@@ -10,18 +10,16 @@ Shapes: B answers, P tokens of the prompt, T tokens of the longest answer, V tok
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import UsageError, cache_folder, compose
+from toolkit import cache_folder, compose
+from toolkit.cached_models import made_once
 
 if TYPE_CHECKING:
     import torch
@@ -239,17 +237,6 @@ def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]
     return progress
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a model is in a folder, and no file of it is cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / "model.safetensors", "np"):
-            return all(json.loads((folder / f"{name}.json").read_text()) for name in ("config", "tokenizer"))
-    except (OSError, ValueError, SafetensorError):
-        return False
-
-
 def warm_start(
     task: Task,
     seed: int = SEED,
@@ -260,30 +247,10 @@ def warm_start(
     """Train the embedded model unless its folder is there already, undamaged.  Returns the folder.
 
     `folder` None is the user's cache, which only keeps models with the default config.  `progress` gets (step, steps,
-    loss) after each step.  The folder is written next to its final place and then renamed, so it is never incomplete.
+    loss) after each step.
     """
     if folder is None:
         if config != DEFAULT_CONFIG:
             raise ValueError("the cache only keeps models with the default config: name a folder")
         folder = folder_of(task.layout, seed)
-    if is_whole(folder):
-        return folder
-    try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".tiny-", dir=folder.parent))
-    except OSError as error:
-        raise UsageError(f"{folder.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
-                         ) from None  # fmt: skip
-    try:
-        train_model(unfinished, task, seed, config, progress)
-        unfinished.chmod(0o755)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not is_whole(folder):  # else another run was faster, and its model is the same
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
+    return made_once(folder, lambda unfinished: train_model(unfinished, task, seed, config, progress))

@@ -1,0 +1,50 @@
+"""Models that are made on this machine once and kept in the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from toolkit import UsageError
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a model is in a folder, and no file of it is cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", "np"):
+            return all(json.loads((folder / f"{name}.json").read_text()) for name in ("config", "tokenizer"))
+    except (OSError, ValueError, SafetensorError):
+        return False
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A model's folder, which `make` fills unless it is there already, undamaged.
+
+    It is filled next to its final place and then renamed, so it is never incomplete.
+    """
+    if is_whole(folder):
+        return folder
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise UsageError(f"{folder.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
+                         ) from None  # fmt: skip
+    try:
+        make(unfinished)
+        unfinished.chmod(0o755)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not is_whole(folder):  # else another run was faster, and its model is the same
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder

@@ -1,0 +1,88 @@
+"""Prefix sharing: the completions of a group have one prompt, whose keys and values are computed once.
+
+Otherwise a step of GRPO computes the prompt for each completion, when it generates and again when it scores.  Results
+and gradients are the same up to rounding; gradients flow through the shared keys and values.
+
+Shapes: B rows, U distinct prompts, T tokens, H heads, D numbers of a head.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+ROOM = 64  # tokens by which a cache grows at a time
+
+
+def give_room(cache: Any) -> None:
+    """Let a cache append in place.  transformers' own copies all keys and values for each new token."""
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):  # type: ignore[misc]
+        """Keys and values (B, H, T, D) are the beginning of larger tensors."""
+
+        def __init__(self, layer: DynamicLayer) -> None:
+            super().__init__()
+            self.lazy_initialization(layer.keys, layer.values)
+            self.keys, self.values = layer.keys, layer.values
+            self._grow()
+
+        def _grow(self) -> None:
+            B, H, T, D = self.keys.shape
+            self._room = self.keys.new_empty(2, B, H, T + ROOM, D)
+            self._room[0, :, :, :T], self._room[1, :, :, :T] = self.keys, self.values
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            T, longer = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+            if longer > self._room.shape[3]:
+                self._grow()
+            self._room[0, :, :, T:longer], self._room[1, :, :, T:longer] = key_states, value_states
+            self.keys, self.values = self._room[:, :, :, :longer]
+            return self.keys, self.values
+
+    cache.layers = [RoomyLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+
+
+def share_prefixes(model: Any) -> None:
+    """Let a transformers model compute equal prompts once, in two kinds of calls.
+
+    Prefill, which fills an empty cache: equal rows are computed once.  Scoring, which asks for the last logits and
+    keeps no cache: what stands before these is computed once for equal rows.  A call with one row is left alone.
+    """
+    import torch
+
+    whole = model.forward
+
+    def distinct(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any) -> Any:
+        """The output for rows (B, T), of which only the U distinct ones are computed; the cache is that of all rows."""
+        rows = input_ids if attention_mask is None else input_ids.where(attention_mask.bool(), -1)  # (B, T)
+        _, which = torch.unique(rows, dim=0, return_inverse=True)  # (B,)
+        first = torch.stack([(which == i).nonzero()[0, 0] for i in range(int(which.max()) + 1)])  # (U,)
+        kinds = {"input_ids": input_ids, "attention_mask": attention_mask, **options}
+        own = {name: value[first] if torch.is_tensor(value) else value for name, value in kinds.items()}
+        output = whole(**own, use_cache=True)
+        output.past_key_values.batch_select_indices(which)
+        output.logits = output.logits[which]
+        return output
+
+    @wraps(whole)
+    def forward(input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None,
+                logits_to_keep: Any = 0, **options: Any) -> Any:  # fmt: skip
+        B, T = (1, 1) if input_ids is None else input_ids.shape
+        if B > 1 and T > 1 and past_key_values is not None and past_key_values.get_seq_length() == 0:
+            output = distinct(input_ids, attention_mask, past_key_values=past_key_values,
+                              logits_to_keep=logits_to_keep, **options)  # fmt: skip
+            give_room(output.past_key_values)
+            return output
+        if B > 1 and past_key_values is None and not use_cache and 0 < logits_to_keep < T:
+            before = T - logits_to_keep
+            mask = None if attention_mask is None else attention_mask[:, :before]
+            past_key_values = distinct(input_ids[:, :before], mask, logits_to_keep=1).past_key_values
+            input_ids, use_cache, logits_to_keep = input_ids[:, before:], True, 0
+        return whole(input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
+                     use_cache=use_cache, logits_to_keep=logits_to_keep, **options)  # fmt: skip
+
+    model.forward = forward
