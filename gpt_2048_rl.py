@@ -268,10 +268,12 @@ RULES = """
 Python only and import nothing but {modules}. Answer with one short function, and with helpers above it if it needs \
 any, in a fenced block:
 ```python
-def strategy(board):
-    ...
-    return "{left}"
+{example}
 ```"""
+EXAMPLES = {  # what the prompt shows of a program
+    "blank": 'def strategy(board):\n    ...\n    return "{left}"',
+    "random": 'import random\n\ndef strategy(board):\n    return random.choice(["{left}", "{right}"])',
+}
 WORDINGS = (
     "Write a Python function strategy(board) that plays 2048 on a {size}x{size} board and reaches the {target} tile.",
     "You play 2048 on a board of {size} by {size} cells. Give a short strategy(board) that makes the tile {target}.",
@@ -285,10 +287,14 @@ WORDINGS = (
 )  # the last one is for evaluation only: training never uses it
 
 
-def build_prompt(size: int = 6, target: int = 2048, keys: str = "bepo", wording: int = 0) -> str:
-    """The user's message: the task in one of the WORDINGS, then the rules."""
-    names = dict(zip(DIRECTIONS, LAYOUTS[keys], strict=True), modules=", ".join(ALLOWED_MODULES))
-    return (WORDINGS[wording] + RULES).format(size=size, target=target, **names)
+def build_prompt(
+    size: int = 6, target: int = 2048, keys: str = "bepo", wording: int = 0, example: str = "blank"
+) -> str:
+    """The user's message: the task in one of the WORDINGS, then the rules with one of the EXAMPLES."""
+    names = dict(zip(DIRECTIONS, LAYOUTS[keys], strict=True))
+    shown = EXAMPLES[example].format(**names)
+    modules = ", ".join(ALLOWED_MODULES)
+    return (WORDINGS[wording] + RULES).format(size=size, target=target, modules=modules, example=shown, **names)
 
 
 _SPELLED_OUT = re.compile(r"(analysis|commentary|final)(?=[^\W_]|[\"'`*#<])")  # a channel's name, then its text at once
@@ -1336,9 +1342,10 @@ REASONING = {"none": 200, "low": 1024, "medium": 2048, "high": 4096}  # tokens o
 
 @dataclass(kw_only=True)
 class GameOptions:
-    """The keys, and what a program may use."""
+    """The keys, the prompt's example, and what a program may use."""
 
     keys: Layout = "bepo"  # keyboard layout of the four moves
+    example: Literal["blank", "random"] = "blank"  # in the prompt: one key, or one of two at random (for small models)
     timeout: Annotated[float, (0.01, 3600.0)] = 5.0  # CPU seconds for a game's first 1,000 moves, again per 1,000 more
     unsafe_no_jail: bool = False  # run model-written code without seccomp; the result records it
 
@@ -1408,6 +1415,7 @@ class GRPOOptions:
     epsilon_high: Annotated[float, (0.0, 1000.0)] = 0.0  # its upper end; 0: as epsilon; of cispo the largest ratio, 5
     entropy_coef: Annotated[float, (0.0, 1.0)] = 0.0  # bonus for entropy
     beta: Annotated[float, (0.0, 100.0)] = 0.0  # weight of the KL divergence from the initial model
+    share_equals: bool = False  # programs of a group that play the same games count as one, and share its advantage
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
@@ -1452,8 +1460,9 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
-    "model": "smollm2", "steps": 150, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
-    "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 128}  # fmt: skip
+    "model": "smollm2", "steps": 100, "generations": 32, "batch_size": 8, "accumulation": 4, "boards": 2,
+    "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
+    "temperature": 0.8, "example": "random"}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
@@ -1677,7 +1686,8 @@ class Evaluator:
 
     def answers(self, model: Any, tokenizer: Any, count: int, wordings: Sequence[int], **other: Any) -> list[str]:
         """Answers to this stage's prompt, its wordings in turn.  `other` options replace the config's."""
-        prompts = [build_prompt(self.size, self.target, self.config.keys, wording) for wording in wordings]
+        c = self.config
+        prompts = [build_prompt(self.size, self.target, c.keys, wording, c.example) for wording in wordings]
         asked = list(islice(cycle(prompts), count))
         sample = partial(sample_completions, model, tokenizer, asked, dataclasses.replace(self.config, **other))
         return sample() if SHARDED else by_first_rank(sample)  # with FSDP each rank holds a shard
@@ -1696,7 +1706,7 @@ class Evaluator:
 
 def training_row(config: TrainConfig, group: int, stage: Stage, example: str) -> dict[str, Any]:
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
-    prompt = build_prompt(*stage, config.keys, wording=group % config.wordings) + example
+    prompt = build_prompt(*stage, config.keys, group % config.wordings, config.example) + example
     same = {name: getattr(config, name) for name in ("keys", "timeout", "flat_reward", "max_new_tokens")}
     return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
             **stage._asdict(), "reasons": config.reasoning != "none", **same}  # fmt: skip
@@ -1768,6 +1778,25 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     return batch | {"advantages": advantages * kept * every / some}
 
 
+def shared_advantages(completions: Sequence[Mapping[str, Any]], group: int) -> list[float]:
+    """Advantages of whole groups (B,) in which programs that play the same games count as one and share its advantage.
+
+    Otherwise the most frequent program that is better than most, such as one key for ever, is pushed as often as it was
+    sampled: a model that seldom writes anything better has collapsed to it before it finds something."""
+    advantages: list[float] = []
+    for i in range(0, len(completions), group):
+        part = completions[i : i + group]
+        played = [tuple((game["outcome"], game["steps"], game["score"]) for game in done["results"])
+                  if done["works"] == "load" and not done["cheating"] else done["text"] for done in part]  # fmt: skip
+        equals: dict[Any, list[float]] = {}
+        for games, done in zip(played, part, strict=True):
+            equals.setdefault(games, []).append(done["reward"])
+        baseline = statistics.fmean(map(statistics.fmean, equals.values()))
+        advantages += [(done["reward"] - baseline) / len(equals[games])
+                       for games, done in zip(played, part, strict=True)]  # fmt: skip
+    return advantages
+
+
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups.  It writes down every step; the toolkit adds checkpoints, curves."""
     import torch
@@ -1805,6 +1834,10 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             self.observe(batch)
+            if config.share_equals:
+                shared = shared_advantages(rollouts.last["completions"], config.generations)
+                own = shared[RANK * len(shared) // RANKS : (RANK + 1) * len(shared) // RANKS]
+                batch["advantages"] = batch["advantages"].new_tensor(own)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []

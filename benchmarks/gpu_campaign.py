@@ -6,12 +6,14 @@
 
 Parts can be run in any order.  Each ends within ten minutes and leaves a JSON file, also if a command of it fails:
 
+- smollm2-16bit, smollm2-4bit, smollm2-vllm: the whole program with a real language model (./setup.sh --with smollm2),
+  with its weights in 16 or 4 bits, or with completions from vLLM (./setup.sh --with vllm).
 - smoke: the embedded model trains, resumes, is evaluated and exported.
 - nf4, mxfp4, bf16: steps of 32 completions with the weights in this form, and again with compiled decoding.
 - chunks: steps whose update takes each row by itself, as the program once did; to be held against nf4.
 - rows: 1 to 128 completions, in 4 bits.
 
-vLLM is not among them: its wheels are too large to bring along.  wheels.py fetches those of everything else.
+vLLM's wheels are too large to bring along.  wheels.py fetches those of everything else.
 """
 
 from __future__ import annotations
@@ -34,14 +36,23 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH, SCRIPT = "benchmarks/bench_gpu.py", "gpt_2048_rl.py"
 COMPILED = {"UNSLOTH_COMPILE_DECODE": "1"}
 
-Part = Literal["smoke", "nf4", "mxfp4", "bf16", "chunks", "rows"]
+Part = Literal["smollm2-16bit", "smollm2-4bit", "smollm2-vllm", "smoke", "nf4", "mxfp4", "bf16", "chunks", "rows"]
 
 
 @dataclass(frozen=True)
 class Args:
     """Which parts to run, and where their files go."""
 
-    parts: tyro.conf.Positional[tuple[Part, ...]] = ("smoke", "nf4", "mxfp4", "bf16", "chunks", "rows")
+    parts: tyro.conf.Positional[tuple[Part, ...]] = (
+        "smollm2-16bit",
+        "smollm2-4bit",
+        "smoke",
+        "nf4",
+        "mxfp4",
+        "bf16",
+        "chunks",
+        "rows",
+    )
     out: Path = Path("gpu")  # folder of the JSON files
     seconds: float = 570.0  # of a part
     dry_run: bool = False  # at small size, on a CPU that poses as a GPU
@@ -58,8 +69,14 @@ class Command:
 def commands(part: Part, scratch: Path, small: bool) -> list[Command]:
     """A part's commands; `scratch` is for their files."""
     size = ("--model", "tiny", "--steps", 1, "--tokens", 80) if small else ()
+    run = ("--output-dir", scratch, "--run-name", part)
+    if part.startswith("smollm2"):
+        form = part.partition("-")[2]
+        how = ("--sampler", "vllm") if form == "vllm" else ("--weights", form)
+        few = ("--model", "tiny", "--steps", 1, "--games", 2, "--best-of", 2, "--held-out", "3:32")
+        whole = ("--model", "smollm2", "--minutes", 6, "--games", 64, "--best-of", 256)
+        return [Command((SCRIPT, "train", *(few if small else whole), *how, *run, "--json"))]
     if part == "smoke":
-        run = ("--output-dir", scratch, "--run-name", "smoke")
         numbers = ("--games", 4, "--best-of", 8, "--save-steps", 1, "--held-out", "3:32")
         few = (*numbers, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--ladder", "4:64")
         train = (SCRIPT, "train", "--model", "tiny", *run, *(few if small else numbers), "--json")

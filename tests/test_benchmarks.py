@@ -210,10 +210,12 @@ def test_a_made_up_gpt_oss_loads(form: str, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 def test_the_campaign_for_a_borrowed_gpu_runs_dry(base: Path, tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "gpu_campaign.py"
-    command = [sys.executable, script, "smoke", "nf4", "chunks", "--dry-run", "--out", tmp_path, "--seconds", "300"]
+    parts = "smollm2-4bit", "smoke", "nf4", "chunks"
+    command = [sys.executable, script, *parts, "--dry-run", "--out", tmp_path, "--seconds", "300"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = {part: json.loads((tmp_path / f"{part}.json").read_text())["runs"] for part in ("smoke", "nf4", "chunks")}
+    told = {part: json.loads((tmp_path / f"{part}.json").read_text())["runs"] for part in parts}
+    assert told["smollm2-4bit"][0]["told"]["steps"] == 1
     assert "resuming after step 1" in "\n".join(told["smoke"][1]["said"])
     assert [run["environment"] for run in told["nf4"]] == [{}, {"UNSLOTH_COMPILE_DECODE": "1"}]
     forwards = {part: told[part][0]["told"]["measured"][0]["forwards"] for part in ("nf4", "chunks")}

