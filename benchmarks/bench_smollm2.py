@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""SmolLM2, a real language model, on two cores: how fast a step is, and what training teaches it.
+
+    python benchmarks/bench_smollm2.py speed
+    python benchmarks/bench_smollm2.py learn --output-dir outputs/smollm2 --seeds 1 2 3
+
+`speed`: the same steps by this program and by TRL's own trainer, which computes the prompt for every completion.
+`learn`: the recipe, and beside it what could embarrass it, with the same number of sampled programs:
+
+- rejection: the likelihood of the best quarter of each group, in place of GRPO's advantages;
+- published: the recipe of the public notebook, on this model;
+- best of N: the best programs of the untrained model (--best-of -1);
+- blind programs: each key alone, all keys in turn, keys at random, and the program that the prompt shows.
+
+A run is told by its seed and its steps, and never by seconds.  Needs ./setup.sh --with smollm2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tyro  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import gpt_2048_rl as program  # noqa: E402
+from toolkit import machine, programs, runs  # noqa: E402
+
+KEYS: program.Layout = "wasd"
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to run."""
+
+    part: tyro.conf.Positional[Literal["speed", "learn", "steps"]]  # steps: one process of the others
+    seeds: tuple[int, ...] = (1, 2, 3)
+    steps: int = 0  # of each run; 0: the recipe's
+    methods: tuple[str, ...] = ("grpo", "rejection", "published")
+    output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
+    way: str = ""  # for `steps`: what is changed
+    words: tuple[str, ...] = ()  # for `steps`: the program's options
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process: the program with one thing changed
+
+
+def best_quarter(completions: Sequence[dict[str, Any]], group: int) -> list[float]:
+    """Advantages (B,) of rejection sampling: 1 for the best quarter of each group, as far as it has a program."""
+    chosen: list[float] = []
+    for i in range(0, len(completions), group):
+        rewards = [done["reward"] if done["works"] == "load" else -1e9 for done in completions[i : i + group]]
+        bar = sorted(rewards, reverse=True)[max(1, group // 4) - 1]
+        chosen += [float(reward >= bar and reward > -1e9) for reward in rewards]
+    return chosen
+
+
+def steps(way: str, words: Sequence[str]) -> int:
+    """The program's command line with one thing changed.  Its last line tells the peak of memory in bytes."""
+    if way == "rejection":
+        program.shared_advantages = best_quarter  # type: ignore[assignment]
+    if way == "trl":
+        machine.share_prefixes = lambda model: None  # type: ignore[attr-defined]
+    status = program.main(list(words))
+    print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    return status
+
+
+def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
+    """Train in a process of its own.  Returns what it told.  A finished run is not repeated."""
+    kept = folder / "told.json"
+    if kept.is_file():
+        return runs.read_json(kept)
+    flags = {"model": "smollm2", "keys": KEYS, "output-dir": folder.parent, "run-name": folder.name, **options}
+    words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
+    command = [sys.executable, __file__, "steps", "--way", way, "--words", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode not in (0, 3):  # 3: collapsed
+        raise SystemExit(f"{folder.name} ended with exit code {done.returncode}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    runs.write_whole(kept, json.dumps(told) + "\n")
+    return dict(told)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def speed(args: Args, out: Path) -> dict[str, Any]:
+    """Seconds of a step of 16 completions of at most 96 tokens, and peak memory, of this program and of TRL alone."""
+    numbers = {"steps": args.steps or 4, "generations": 16, "batch-size": 16, "accumulation": 1, "max-new-tokens": 96,
+               "games": 1, "best-of": 0, "held-out": "2:8", "race-seconds": 1, "report-to": "none"}  # fmt: skip
+    table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
+    for way in ("grpo", "trl"):
+        told = run(way, out / f"speed-{way}", seed=args.seeds[0], **numbers)
+        history = runs.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
+        logs = [row for row in history["log_history"] if "loss" in row][1:]  # the first step warms up
+        parts = {name: [row[f"seconds/{name}"] for row in logs] for name in ("generate", "score", "update")}
+        whole = [sum(row) for row in zip(*parts.values(), strict=True)]
+        found[way] = {**parts, "step": whole, "peak": told["peak"]}
+        table.add_row(way, *(f"{statistics.median(values):.1f}" for values in (*parts.values(), whole)),
+                      f"{told['peak'] / 1e9:.1f}")  # fmt: skip
+    Console(width=100).print(table)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learning
+
+
+def blind_programs() -> dict[str, str]:
+    """Programs that never look at the board, and the one that the prompt shows."""
+    keys = program.LAYOUTS[KEYS]
+    names = dict(zip(program.DIRECTIONS, keys, strict=True))
+    alone = {f"always {key}": f'def strategy(board): return "{key}"' for key in keys}
+    random = f'import random\ndef strategy(board): return random.choice("{keys}")'
+    return alone | {
+        "in turn": programs.controls(keys)["rotation"],
+        "at random": random,
+        "the prompt's": program.EXAMPLES["random"].format(**names),
+    }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a model's sampled programs do: shares of the answers, and means over their games."""
+
+    loads: float
+    distinct: float
+    reward: float  # function_works + no_cheating + strategy_succeeds, 6x6 to 2048
+    won: float  # 6x6, 2048
+    level: float  # mean of log2 of the largest tile, 4x4
+
+    @classmethod
+    def of(cls, evaluator: program.Evaluator, answers: Sequence[str]) -> Sampled:
+        """Judge answers, each on a held-out board of 6x6 and of 4x4."""
+        boards = [[seed] for seed in evaluator.held_out[: len(answers)]]
+        large, small = (evaluator.at(*stage).judge(answers, boards) for stage in ((6, 2048), (4, 2048)))
+        rewards = []
+        for verdict in large:
+            (game,) = verdict.results
+            plays = 0.0 if verdict.cheating else program.game_reward(game, 2048)
+            clean = program.NOTHING_TO_CHECK if verdict.works == "none" else program.CLEAN
+            rewards.append(program.WORKS[verdict.works] + (program.CHEATING if verdict.cheating else clean) + plays)
+        return cls(
+            statistics.fmean(verdict.works == "load" for verdict in large),
+            len({verdict.source or answer for verdict, answer in zip(large, answers, strict=True)}) / len(answers),
+            statistics.fmean(rewards),
+            statistics.fmean(verdict.results[0].outcome == "success" for verdict in large),
+            statistics.fmean(max(0, verdict.results[0].max_tile).bit_length() - 1 for verdict in small),
+        )
+
+    def row(self) -> list[str]:
+        """For people."""
+        return [f"{self.loads:.0%}", f"{self.distinct:.0%}", f"{self.reward:.1f}", f"{self.won:.0%}",
+                f"{self.level:.2f}"]  # fmt: skip
+
+
+def sampled(model: str | Path, seed: int, count: int = 128) -> Sampled:
+    """The programs of a model's answers to the prompt in the held-out wording."""
+    recipe = program.train_defaults("smollm2")
+    config = program.EvalConfig(
+        model=str(model), seed=seed, games=count, keys=KEYS, example=recipe.example, temperature=recipe.temperature,
+        max_new_tokens=recipe.max_new_tokens, eval_batch_size=recipe.eval_batch_size)  # fmt: skip
+    evaluator = program.Evaluator(config, 6, 2048)
+    model_and_tokenizer = program.load_model(str(model), config, lambda _: None)
+    return Sampled.of(evaluator, evaluator.answers(*model_and_tokenizer, count, (-1,)))
+
+
+def of_program(evaluator: program.Evaluator, source: str) -> Sampled:
+    """One program on every board."""
+    return Sampled.of(evaluator, [f"```python\n{source}\n```"] * len(evaluator.held_out))
+
+
+def figures(seed: int, args: Args, out: Path) -> dict[str, Sampled]:
+    """What each method's model and programs do after training with a seed."""
+    steps = {"steps": args.steps} if args.steps else {}
+    found: dict[str, Sampled] = {}
+    for method in args.methods:
+        folder = out / f"{method}-{seed}"
+        words = {"recipe": "published"} if method == "published" else {}
+        best_of = {"best-of": -1 if method == "grpo" else 0}
+        run(method, folder, seed=seed, **words, **steps, **best_of)
+        found[method] = sampled(folder / "adapter", seed)
+        config = program.EvalConfig(model="", games=128, keys=KEYS)
+        evaluator = program.Evaluator(config, 6, 2048)
+        found[f"{method}, best program"] = of_program(evaluator, (folder / "best_strategy.py").read_text())
+        if method == "grpo":
+            hundred = json.loads((folder / "best_of_n.json").read_text())
+            answers = [f"```python\n{hundred[i % len(hundred)]}\n```" for i in range(len(evaluator.held_out))]
+            found["best of N, hundred best"] = Sampled.of(evaluator, answers)
+    return found
+
+
+def learn(args: Args, out: Path) -> dict[str, Any]:
+    """Every method and seed, and the controls that need no model."""
+    machine.prepare_environment(offline=True)
+    evaluator = program.Evaluator(program.EvalConfig(model="", games=128, keys=KEYS), 6, 2048)
+    rows: dict[str, list[Sampled]] = {"before": [sampled("smollm2", args.seeds[0])]}
+    for seed in args.seeds:
+        for name, done in figures(seed, args, out).items():
+            rows.setdefault(name, []).append(done)
+    for name, source in blind_programs().items():
+        rows[name] = [of_program(evaluator, source)]
+    table = Table("", "seeds", "loads", "distinct", "reward, 6x6", "won, 6x6", "log2 of the tile, 4x4")
+    for name, seeds in rows.items():
+        for number, done in enumerate(seeds):
+            table.add_row(name if not number else "", str(number + 1) if len(seeds) > 1 else "", *done.row())
+    Console(width=120).print(table)
+    return {name: [vars(done) for done in seeds] for name, seeds in rows.items()}
+
+
+def main(args: Args) -> int:
+    """Measure and print."""
+    if args.part == "steps":
+        return steps(args.way, args.words)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = (args.output_dir or Path(scratch)).absolute()
+        out.mkdir(parents=True, exist_ok=True)
+        found = (speed if args.part == "speed" else learn)(args, out)
+    print(json.dumps({"part": args.part, "seeds": args.seeds, "cores": os.cpu_count(), "found": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))
