@@ -63,11 +63,11 @@ try:
     from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
     from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.runs import AtomicCheckpoints
+    from toolkit.runs import AtomicCheckpoints, no_link
 
     ALONE = False
 except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none
-    ALONE, RANK, RANKS, SHARDED = True, 0, 1, False
+    ALONE, RANK, RANKS, SHARDED, no_link = True, 0, 1, False, os.open
 
     class UsageError(Exception):  # type: ignore[no-redef]
         """What was wrong and what to do, in one line; the program exits with code 2."""
@@ -1194,6 +1194,14 @@ def shared_pool(jailed: bool | None = None) -> Pool:
         return _shared[0]
 
 
+def start_players(config: GameOptions) -> Pool:
+    """The shared pool, with or without the jail as the command line says."""
+    if config.unsafe_no_jail and RANK == 0:
+        print("warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
+              file=sys.stderr)  # fmt: skip
+    return shared_pool(jailed=not config.unsafe_no_jail)
+
+
 def execute_strategies(sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048,
                        keys: str = "bepo", timeout: float = 5.0, record: bool = False,
                        pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
@@ -1730,8 +1738,12 @@ class Rollouts:
         self.add({"step": self.last["step"] + 1, "size": columns["size"][0], "target": columns["target"][0],
                   "completions": rows})  # fmt: skip
         if RANK == 0:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.last) + "\n")
+            self.write(self.last)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a line."""
+        with open(self._file, "a", encoding="utf-8", opener=no_link) as file:
+            file.write(json.dumps(row) + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
         """Take note of a step, which is new or was read back from rollouts.jsonl."""
@@ -1869,7 +1881,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     ranks.join_ranks(config, partial(machine.prepare_environment, rows=machine.rows_at_once(config)))
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    start_players(config)
     run = trackers.kept_in(by_first_rank(partial(runs.open_run, config)))
     games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
     model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
@@ -1877,13 +1889,13 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     with runs.blaming_the_folder(run):
         progress = learn(model, tokenizer, config, run, view, games)
         assert progress  # not alone
-        return results.conclude(progress, model, tokenizer, pool.jailed, started, console)
+        return results.conclude(progress, model, tokenizer, started, console)
 
 
 def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Training without the toolkit: the algorithm, rollouts.jsonl and the adapter, and nothing else."""
     run = config.output_dir / (config.run_name or time.strftime("%Y%m%d-%H%M%S"))
-    shared_pool(jailed=not config.unsafe_no_jail)
+    start_players(config)
     model, tokenizer = load_model(config.model, config, console.print)
     try:
         run.mkdir(parents=True)
@@ -1914,7 +1926,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
     from toolkit import evaluation, programs, results
 
-    started, pool = time.monotonic(), shared_pool(jailed=not config.unsafe_no_jail)
+    started, pool = time.monotonic(), start_players(config)
     sources: dict[str, str] = {}
     if config.model.endswith(".py"):
         sources[evaluation.MODEL] = read_strategy(Path(config.model), pool)
@@ -1931,7 +1943,7 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any] | None = 
     """The play command; `ask` asks a model.  Returns what --json prints."""
     from rich.table import Table
 
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    pool = start_players(config)
     if config.model and ask:
         source, results = ask(config, sys.modules[__name__], console)
     else:

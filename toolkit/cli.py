@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit import VLLM, UsageError, bars, objectives, trackers
 from toolkit.ranks import RANK, RANKS, SHARDED
+from toolkit.runs import PERMISSIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
 # The options that may differ when a run is resumed.
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", "vllm_server", "report_to"}
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", *PERMISSIONS}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
@@ -118,6 +119,9 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if run:
         runs.check_unchanged(config, default, CHANGEABLE)
         config.output_dir, config.run_name = default.output_dir, default.run_name
+        for option in runs.forgotten(run, config):
+            print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
+                  "have it", file=sys.stderr)  # fmt: skip
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.objective == "max_at_k" and config.max_at > config.generations:

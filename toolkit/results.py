@@ -84,7 +84,7 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
 
 def write_result(
     progress: watch.Progress, after: Mapping[str, evaluation.Score], best: Race, count: int, untrained: Sequence[str],
-    jailed: bool, started: float, say: Callable[[Any], None],
+    started: float, say: Callable[[Any], None],
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
 
@@ -114,7 +114,7 @@ def write_result(
         **progress.result(),
         "run": str(run),
         "ranks": RANKS,
-        "jailed": jailed,
+        "jailed": not runs.read_json(run / "config.json").get("unsafe_no_jail"),  # in all sessions of the run
         "seconds": round(time.monotonic() - started, 1),
     }
     lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
@@ -133,7 +133,7 @@ def again(run: Path) -> str:
 
 
 def conclude(
-    progress: watch.Progress, model: Any, tokenizer: Any, jailed: bool, started: float, console: Console
+    progress: watch.Progress, model: Any, tokenizer: Any, started: float, console: Console
 ) -> dict[str, Any]:  # fmt: skip
     """End a run that has trained: evaluate the model, choose the best programs, and leave the result and the page.
 
@@ -164,7 +164,7 @@ def conclude(
             say(f"sampling {count} programs from the untrained model, as a control")
         with model.disable_adapter():
             untrained = sampled_programs(evaluator, model, tokenizer, count)
-        write = partial(write_result, progress, after, best, count, untrained, jailed, started, say)
+        write = partial(write_result, progress, after, best, count, untrained, started, say)
         result, source = by_first_rank(write)
     except KeyboardInterrupt:
         say(report.try_report(run))

@@ -30,6 +30,7 @@ from toolkit import VLLM, UsageError, tiny, visible
 from toolkit.export import full_precision, write_adapter
 from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
 from toolkit.ranks import by_first_rank, whole_weights
+from toolkit.runs import no_link
 
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step
@@ -137,7 +138,7 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
         if os.getppid() != parent:
             os._exit(1)
 
-    with (run / LOG).open("a") as log:
+    with open(run / LOG, "a", opener=no_link) as log:
         process = subprocess.Popen(command(model, config, memory, port), env=environment, stdout=log, stderr=log,
                                    start_new_session=True, preexec_fn=end_with_the_trainer)  # fmt: skip
     atexit.register(process.terminate)
