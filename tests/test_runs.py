@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,6 +445,15 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as at the start of a program, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with runs.Interruption() as interruption:
@@ -456,6 +466,26 @@ def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None
             signal.raise_signal(signal.SIGTERM)
         assert stop.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("hangup")
+def test_a_terminal_that_closes_says_so_twice_and_stops_nothing_at_once() -> None:
+    """Its shell sends SIGHUP, and so does the kernel: a second signal used to end the program without a checkpoint."""
+    with runs.Interruption() as interruption:
+        interruption.waits = True
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert interruption.signal == signal.SIGHUP
+    signal.raise_signal(signal.SIGHUP)  # while the report is written
+
+
+@pytest.mark.usefixtures("hangup")
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with runs.Interruption() as interruption:
+        signal.raise_signal(signal.SIGHUP)
+        assert interruption.signal == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 # ---------------------------------------------------------------------------------------------------------------------

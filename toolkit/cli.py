@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import errno
 import inspect
 import io
 import json
@@ -187,6 +188,39 @@ def while_it_is_read() -> Iterator[None]:
         end_unread()
 
 
+class Lasting:
+    """A stream that may lose its reader: a terminal that closes (EIO), `tee` that Ctrl-C ends (EPIPE).
+
+    From then on it writes to nowhere, because a training is worth more than what it prints.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, to whom it may concern."""
+        with self._unheard():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Bring it to the reader, if there is one."""
+        with self._unheard():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _unheard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # takes what is still buffered, too
+
+
 def parse_arguments(
     argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
 ) -> Any:
@@ -216,7 +250,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
+    collapsed; 129 for SIGHUP, 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
     """
     real_stdout = sys.stdout
     try:
@@ -225,7 +259,12 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         from rich.console import Console
 
         as_json = getattr(config, "json", False)
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with contextlib.ExitStack() as streams:
+            if hasattr(config, "save_steps"):  # it trains
+                streams.enter_context(contextlib.redirect_stdout(Lasting(sys.stdout)))
+                streams.enter_context(contextlib.redirect_stderr(Lasting(sys.stderr)))
+            if as_json:
+                streams.enter_context(contextlib.redirect_stdout(sys.stderr))
             console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)
             console.on_broken_pipe = end_unread  # type: ignore[method-assign]  # rich's own exit code is 1
             if not getattr(config, "quiet", False):

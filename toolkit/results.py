@@ -152,21 +152,22 @@ def conclude(
     if progress.ended:
         say(f"stopped at step {progress.steps}: {progress.ended}")
     try:
-        say(f"playing {progress.games.boards} held-out boards with the trained model")
-        after = evaluate_model(progress.games.evaluators, model, tokenizer)
-        say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
-        sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
-        best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
-        if best.ranking and RANK == 0:
-            progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
-        count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
-        if count:
-            say(f"sampling {count} programs from the untrained model, as a control")
-        with model.disable_adapter():
-            untrained = sampled_programs(evaluator, model, tokenizer, count)
-        write = partial(write_result, progress, after, best, count, untrained, started, say)
-        result, source = by_first_rank(write)
-    except KeyboardInterrupt:
+        with runs.Interruption():
+            say(f"playing {progress.games.boards} held-out boards with the trained model")
+            after = evaluate_model(progress.games.evaluators, model, tokenizer)
+            say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
+            sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
+            best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
+            if best.ranking and RANK == 0:
+                progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
+            count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
+            if count:
+                say(f"sampling {count} programs from the untrained model, as a control")
+            with model.disable_adapter():
+                untrained = sampled_programs(evaluator, model, tokenizer, count)
+            write = partial(write_result, progress, after, best, count, untrained, started, say)
+            result, source = by_first_rank(write)
+    except (KeyboardInterrupt, SystemExit):
         say(report.try_report(run))
         say(f"training is complete, its evaluation is not; to repeat that: {again(run)}")
         raise

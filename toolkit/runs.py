@@ -449,7 +449,7 @@ def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
             raise UsageError(f"{run / 'config.json'}: {name} cannot be {value!r}: restore it, or begin a new run")
         if value in PERMISSIONS.get(name, (value,)):
             known[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**known, output_dir=run.parent, run_name=run.name)
+    return kind(**known | {"output_dir": run.parent, "run_name": run.name})
 
 
 def forgotten(run: Path, config: RunConfig) -> list[str]:
@@ -548,25 +548,35 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
 
 
 class Interruption:
-    """Handles Ctrl-C and SIGTERM.  During training the first one lets the step end, the second stops at once."""
+    """Handles Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes.
+
+    During training the first one lets the step end, and a second Ctrl-C or SIGTERM stops at once.  A closing terminal
+    sends SIGHUP twice, by its shell and by the kernel, so only the first one counts.  Under nohup none does.
+    """
 
     def __init__(self) -> None:
         self.signal = 0  # the first that came
         self.waits = False  # whether a step is under way
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
+        if signal.SIGHUP in self._before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if self.signal or not self.waits:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.signal = number
-        os.write(2, b"\nending this step; interrupt again to stop at once\n")
+        with contextlib.suppress(OSError):  # the terminal is gone
+            os.write(2, b"\nending this step; interrupt again to stop at once\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
