@@ -1494,7 +1494,8 @@ class PlayOptions:
     file: str  # Python source that defines strategy(board), or a run's folder; after --model, a URL or what eval takes
     model: bool = False  # ask a model: a server's (http://HOST:PORT), or one that is loaded here
     answers: Annotated[int, (1, 1000)] = 8  # of the model; the best one's program plays
-    served_name: str = ""  # the model's name at the server; default: the first that it lists
+    served_name: str = ""  # the model's name at the server; default: the only one that it lists
+    api_key_file: str = ""  # file that holds the server's key; default: OPENAI_API_KEY in the environment
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of the model's sampling
     size: int = 4  # cells along each side of the board
     target: int = 2048  # the tile that wins

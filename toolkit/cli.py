@@ -97,7 +97,7 @@ def check_sampler(config: Any) -> None:
     if config.sampler != "vllm":
         raise UsageError("--vllm-server needs --sampler vllm")
     if config.vllm_server:
-        server.Server(config.vllm_server).ask("/health", seconds=10)
+        server.named(config.vllm_server).ask("/health", seconds=10)
     elif RANKS > 1:
         raise UsageError("with several ranks, --sampler vllm needs --vllm-server: see docs/cluster.md")
     elif not machine.gpu_is_there():
