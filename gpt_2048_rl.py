@@ -244,6 +244,7 @@ class Limits:
     """What an answer and its program may use."""
 
     source_bytes: int = 64 << 10
+    text_chars: int = 1 << 19  # of an answer with its analysis; a longer one is not even sent to a worker
     parse_seconds: float = 3.0  # CPU seconds for reading an answer
     move_seconds: float = 1.0  # CPU seconds for one move, and for loading
     paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
@@ -545,6 +546,13 @@ class JailError(UsageError):
 
     def __str__(self) -> str:
         return f"model-written code cannot be jailed here ({self.args[0]}); --unsafe-no-jail runs it all the same"
+
+
+class WorkerError(UsageError):
+    """No worker starts, although the jail may hold."""
+
+    def __str__(self) -> str:
+        return f"the players' processes do not start ({self.args[0]}): free memory, or allow more processes"
 
 
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
@@ -1059,11 +1067,12 @@ class _Worker:
             self._process.kill()
 
     def check(self, priority: int = 0) -> None:
-        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong."""
+        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong, and
+        WorkerError if it died."""
         line = self._exchange("", LIMITS.start_seconds)
         if line is None or line["refusal"]:
             self._end()
-            raise JailError(line["refusal"] if line else "a worker died at its start")
+            raise JailError(line["refusal"]) if line else WorkerError("a worker died at its start")
         os.setpriority(os.PRIO_PGRP, self._process.pid, max(priority, os.nice(0)))  # with its zygote and its players
 
     def _exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
@@ -1079,7 +1088,8 @@ class _Worker:
         """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
         die over the job: the next one gets it.  If none starts in a minute (memory is short), raises as check()."""
         line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
-        failure, begun = JailError("workers die at once"), False
+        failure: UsageError = WorkerError("workers die at once")
+        begun = False
         with self._turn:
             deadline = time.monotonic() + LIMITS.start_seconds
             while not begun:
@@ -1092,8 +1102,8 @@ class _Worker:
                         self._end()
                         self._start()
                         self.check()
-                except (JailError, OSError) as error:
-                    failure = JailError(error.args[0] if isinstance(error, JailError) else str(error))
+                except (UsageError, OSError) as error:
+                    failure = error if isinstance(error, UsageError) else WorkerError(str(error))
                     time.sleep(0.5)
                     continue
                 begun = self._exchange(line, min(limit, LIMITS.start_seconds)) is not None
@@ -1143,7 +1153,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         """One verdict per job, in order; equal jobs are judged once."""
         import threading
 
-        todo, verdicts, errors = deque(dict.fromkeys(jobs)), dict[Job, Verdict](), list[BaseException]()
+        said = f"the text is longer than {LIMITS.text_chars} characters"
+        verdicts = {job: _no_verdict(job, None, "none", "no_function", said)
+                    for job in jobs if len(job.text) > LIMITS.text_chars}  # fmt: skip
+        todo, errors = deque(job for job in dict.fromkeys(jobs) if job not in verdicts), list[BaseException]()
 
         def serve(worker: _Worker) -> None:
             with contextlib.suppress(IndexError):  # nothing left to do
@@ -1162,11 +1175,11 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 thread.start()
             for thread in threads:
                 thread.join()  # no timeout: every wait inside _Worker.judge has one
-            if errors:
-                raise errors[0]
-        except BaseException:  # with Ctrl-C, nobody waits for the games under way
+        except (KeyboardInterrupt, SystemExit):  # nobody waits for the games under way
             self.close()
             raise
+        if errors:  # of one job; those of other threads go on
+            raise errors[0]
         return [verdicts[job] for job in jobs]
 
     def close(self) -> None:
