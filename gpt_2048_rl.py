@@ -67,7 +67,7 @@ try:
 
     ALONE = False
 except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none
-    ALONE, RANK, RANKS, SHARDED, no_link = True, 0, 1, False, os.open
+    ALONE, RANK, RANKS, SHARDED, no_link = True, 0, 1, False, partial(os.open, mode=0o666)
 
     class UsageError(Exception):  # type: ignore[no-redef]
         """What was wrong and what to do, in one line; the program exits with code 2."""

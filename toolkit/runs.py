@@ -38,9 +38,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
-from toolkit import UsageError, stage_name
+from toolkit import UsageError, checked, fits, stage_name
 from toolkit.evaluation import HeldOut, read_scores
 from toolkit.ranks import RANK
 
@@ -142,12 +142,13 @@ class Step:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Step:
-        """One line of rollouts.jsonl."""
+        """One line of rollouts.jsonl.  Any error means that it is damaged."""
         attempts = (
-            Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
-                    done["works"] == "load" and not done["cheating"], done["cheating"])
+            Attempt(checked(done["source"], str | None), checked(done["reward"], float),
+                    tuple(checked(game["max_tile"], int) for game in done["results"]),
+                    done["works"] == "load" and not done["cheating"], checked(done["cheating"], str))
             for done in row["completions"])  # fmt: skip
-        return cls(stage_name(row["size"], row["target"]), tuple(attempts))
+        return cls(stage_name(checked(row["size"], int), checked(row["target"], int)), tuple(attempts))
 
 
 def read_rollouts(file: Path) -> dict[int, Step]:
@@ -426,15 +427,6 @@ PERMISSIONS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def fits(value: object, hint: Any) -> bool:
-    """Whether a value that was read from JSON can be that of a config's field."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
-    return type(value) in ((int, float) if hint is float else (hint,))
-
-
 def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
     """A run's config, without permissions.  Fields that its version did not have get their defaults.
 
@@ -626,6 +618,8 @@ def read_game(file: Path) -> dict[str, Any]:
         if game:
             cells, tiles = range(game["size"] ** 2), (0, 2, 4)
             moves = all(way in range(4) and cell in cells and tile in tiles[1:] for way, cell, tile in game["moves"])
+            for name in ("score", "max_tile"):
+                checked(game[name], int)
             if len(game["start"]) != len(cells) or not set(game["start"]) <= set(tiles) or not moves:
                 raise ValueError
     return game
