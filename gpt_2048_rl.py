@@ -1207,14 +1207,6 @@ def shared_pool(jailed: bool | None = None) -> Pool:
         return _shared[0]
 
 
-def start_players(config: GameOptions) -> Pool:
-    """The shared pool, with or without the jail as the command line says."""
-    if config.unsafe_no_jail and RANK == 0:
-        print("warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
-              file=sys.stderr)  # fmt: skip
-    return shared_pool(jailed=not config.unsafe_no_jail)
-
-
 def execute_strategies(sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048,
                        keys: str = "bepo", timeout: float = 5.0, record: bool = False,
                        pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
@@ -1886,6 +1878,14 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
         model.save_pretrained(run / "adapter", state_dict=weights)
         tokenizer.save_pretrained(run / "adapter")
     return progress
+
+
+def start_players(config: GameOptions) -> Pool:
+    """The shared pool, with or without the jail as the command line says."""
+    if config.unsafe_no_jail and RANK == 0:
+        print("warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
+              file=sys.stderr)  # fmt: skip
+    return shared_pool(jailed=not config.unsafe_no_jail)
 
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -20,7 +21,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.record_run import RECORDED, write_curves
-from toolkit import UsageError, evaluation, runs
+from toolkit import UsageError, evaluation, results, runs
 
 
 @dataclass
@@ -354,6 +355,21 @@ def test_the_command_line_gives_a_permission(tmp_path: Path, capsys: pytest.Capt
     assert program.parse_arguments([*resume, "--unsafe-no-jail"]).unsafe_no_jail is True
     assert capsys.readouterr().err == ""
     assert program.parse_arguments([*resume, "--no-unsafe-no-jail"]).unsafe_no_jail is False
+
+
+def test_the_command_that_goes_on_with_a_run_has_its_permissions(tmp_path: Path) -> None:
+    config = program.TrainConfig(unsafe_no_jail=True, report_to="wandb", vllm_server="")
+    words = "--run-name run --unsafe-no-jail --report-to wandb"
+    assert results.again(tmp_path / "run", config) == f"python gpt_2048_rl.py --output-dir {tmp_path} {words}"
+
+
+def test_eval_and_play_take_the_game_alone_from_a_folder(tmp_path: Path) -> None:
+    stored = {"held_out": ["4:64"], "keys": "wasd", "served_name": "x", "api_key_file": "x", "model": "x", **STRANGE}
+    (tmp_path / runs.TRAINING).write_text(json.dumps(stored))
+    for kind in (program.EvalConfig, program.PlayConfig):
+        names = {field.name for field in dataclasses.fields(kind)}
+        taken = {word for word in runs.options_of(tmp_path, names) if word.startswith("--")}
+        assert taken <= {"--held-out", "--size", "--target", "--keys"}
 
 
 def test_every_start_without_the_jail_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if run:
         runs.check_unchanged(config, default, CHANGEABLE)
         config.output_dir, config.run_name = default.output_dir, default.run_name
-        for option in runs.forgotten(run, config):
+        for option in runs.forgotten(run, config) if RANK == 0 else ():
             print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
                   "have it", file=sys.stderr)  # fmt: skip
     if machine.adapter_base(config.model):
@@ -261,8 +261,9 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         as_json = getattr(config, "json", False)
         with contextlib.ExitStack() as streams:
             if hasattr(config, "save_steps"):  # it trains
-                streams.enter_context(contextlib.redirect_stdout(Lasting(sys.stdout)))
-                streams.enter_context(contextlib.redirect_stderr(Lasting(sys.stderr)))
+                for redirect, stream in ((contextlib.redirect_stdout, sys.stdout),
+                                         (contextlib.redirect_stderr, sys.stderr)):  # fmt: skip
+                    streams.enter_context(redirect(Lasting(stream) if stream else None))
             if as_json:
                 streams.enter_context(contextlib.redirect_stdout(sys.stderr))
             console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)

@@ -347,12 +347,6 @@ def write_page(file: Path, title: str, lead: str, sections: Sequence[Section], g
     return file
 
 
-def write_report(folder: Path) -> Path:
-    """Write a run's report.html.  Raises UsageError."""
-    with naming(folder):  # what reading did not find
-        return write_page(folder / "report.html", *report_of(read_run(folder)))
-
-
 def report_of(run: Run) -> tuple[str, str, list[Section], dict[str, Any]]:
     """A run's page: title, lead, sections, games."""
     pairs = [pair for pair in pairs_within(run.held_out) if pair.boards >= FEWEST_BOARDS]
@@ -373,6 +367,12 @@ def report_of(run: Run) -> tuple[str, str, list[Section], dict[str, Any]]:
         ("Settings", [Folded("All of them", Table(("name", "value"), known))]),
     ]
     return f"{run.name}: a model learns to play 2048", headline(run), sections, {run.name: run.game}
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's report.html.  Raises UsageError."""
+    with naming(folder):  # what reading did not find
+        return write_page(folder / "report.html", *report_of(read_run(folder)))
 
 
 def try_report(folder: Path) -> str:

@@ -126,10 +126,10 @@ def write_result(
     return result, source
 
 
-def again(run: Path) -> str:
+def again(run: Path, config: Any) -> str:
     """The command that goes on with a run."""
     folder = [] if run.parent == Path("outputs") else ["--output-dir", str(run.parent)]
-    return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name])
+    return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name, *runs.permissions(config)])
 
 
 def conclude(
@@ -147,7 +147,7 @@ def conclude(
         say("choosing the best program so far (Ctrl-C skips this)")
         by_first_rank(partial(keep_quick_best, evaluator, run, progress.steps))
         say(by_first_rank(partial(report.try_report, run)))
-        say(f"stopped after step {progress.steps}; to resume: {again(run)}")
+        say(f"stopped after step {progress.steps}; to resume: {again(run, config)}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.ended:
         say(f"stopped at step {progress.steps}: {progress.ended}")
@@ -169,7 +169,7 @@ def conclude(
             result, source = by_first_rank(write)
     except (KeyboardInterrupt, SystemExit):
         say(report.try_report(run))
-        say(f"training is complete, its evaluation is not; to repeat that: {again(run)}")
+        say(f"training is complete, its evaluation is not; to repeat that: {again(run, config)}")
         raise
     watch.show_scores(console, result)
     if source:

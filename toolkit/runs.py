@@ -444,6 +444,15 @@ def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
     return kind(**known | {"output_dir": run.parent, "run_name": run.name})
 
 
+def permissions(config: Any) -> list[str]:
+    """The permissions that a config has, as words of a command line."""
+    words: list[str] = []
+    for name, harmless in PERMISSIONS.items():
+        if (value := getattr(config, name)) not in harmless:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return words
+
+
 def forgotten(run: Path, config: RunConfig) -> list[str]:
     """The permissions with which a run began and which this config does not have, as options."""
     stored = read_json(run / "config.json")
