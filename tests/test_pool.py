@@ -353,9 +353,9 @@ def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
 
 def test_an_error_of_one_job_closes_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the games of all other threads.  And what is lack of memory was said to be the jail's failure."""
-    monkeypatch.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=1.0))
     with Pool(2) as pool:
         with monkeypatch.context() as broken:
+            broken.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=1.0))
             broken.setattr(program._Worker, "_start", no_memory)
             for worker in pool._workers:
                 os.kill(worker._process.pid, signal.SIGKILL)
