@@ -63,11 +63,11 @@ try:
     from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
     from toolkit.evaluation import board_key
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.runs import AtomicCheckpoints
+    from toolkit.runs import AtomicCheckpoints, no_link
 
     ALONE = False
 except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none
-    ALONE, RANK, RANKS, SHARDED = True, 0, 1, False
+    ALONE, RANK, RANKS, SHARDED, no_link = True, 0, 1, False, partial(os.open, mode=0o666)
 
     class UsageError(Exception):  # type: ignore[no-redef]
         """What was wrong and what to do, in one line; the program exits with code 2."""
@@ -244,6 +244,7 @@ class Limits:
     """What an answer and its program may use."""
 
     source_bytes: int = 64 << 10
+    text_chars: int = 1 << 19  # of an answer with its analysis; a longer one is not even sent to a worker
     parse_seconds: float = 3.0  # CPU seconds for reading an answer
     move_seconds: float = 1.0  # CPU seconds for one move, and for loading
     paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
@@ -551,6 +552,13 @@ class JailError(UsageError):
 
     def __str__(self) -> str:
         return f"model-written code cannot be jailed here ({self.args[0]}); --unsafe-no-jail runs it all the same"
+
+
+class WorkerError(UsageError):
+    """No worker starts, although the jail may hold."""
+
+    def __str__(self) -> str:
+        return f"the players' processes do not start ({self.args[0]}): free memory, or allow more processes"
 
 
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
@@ -1065,11 +1073,12 @@ class _Worker:
             self._process.kill()
 
     def check(self, priority: int = 0) -> None:
-        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong."""
+        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong, and
+        WorkerError if it died."""
         line = self._exchange("", LIMITS.start_seconds)
         if line is None or line["refusal"]:
             self._end()
-            raise JailError(line["refusal"] if line else "a worker died at its start")
+            raise JailError(line["refusal"]) if line else WorkerError("a worker died at its start")
         os.setpriority(os.PRIO_PGRP, self._process.pid, max(priority, os.nice(0)))  # with its zygote and its players
 
     def _exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
@@ -1085,7 +1094,8 @@ class _Worker:
         """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
         die over the job: the next one gets it.  If none starts in a minute (memory is short), raises as check()."""
         line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
-        failure, begun = JailError("workers die at once"), False
+        failure: UsageError = WorkerError("workers die at once")
+        begun = False
         with self._turn:
             deadline = time.monotonic() + LIMITS.start_seconds
             while not begun:
@@ -1098,8 +1108,8 @@ class _Worker:
                         self._end()
                         self._start()
                         self.check()
-                except (JailError, OSError) as error:
-                    failure = JailError(error.args[0] if isinstance(error, JailError) else str(error))
+                except (UsageError, OSError) as error:
+                    failure = error if isinstance(error, UsageError) else WorkerError(str(error))
                     time.sleep(0.5)
                     continue
                 begun = self._exchange(line, min(limit, LIMITS.start_seconds)) is not None
@@ -1149,7 +1159,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         """One verdict per job, in order; equal jobs are judged once."""
         import threading
 
-        todo, verdicts, errors = deque(dict.fromkeys(jobs)), dict[Job, Verdict](), list[BaseException]()
+        said = f"the text is longer than {LIMITS.text_chars} characters"
+        verdicts = {job: _no_verdict(job, None, "none", "no_function", said)
+                    for job in jobs if len(job.text) > LIMITS.text_chars}  # fmt: skip
+        todo, errors = deque(job for job in dict.fromkeys(jobs) if job not in verdicts), list[BaseException]()
 
         def serve(worker: _Worker) -> None:
             with contextlib.suppress(IndexError):  # nothing left to do
@@ -1168,11 +1181,11 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 thread.start()
             for thread in threads:
                 thread.join()  # no timeout: every wait inside _Worker.judge has one
-            if errors:
-                raise errors[0]
-        except BaseException:  # with Ctrl-C, nobody waits for the games under way
+        except (KeyboardInterrupt, SystemExit):  # nobody waits for the games under way
             self.close()
             raise
+        if errors:  # of one job; those of other threads go on
+            raise errors[0]
         return [verdicts[job] for job in jobs]
 
     def close(self) -> None:
@@ -1499,7 +1512,8 @@ class PlayOptions:
     file: str  # Python source that defines strategy(board), or a run's folder; after --model, a URL or what eval takes
     model: bool = False  # ask a model: a server's (http://HOST:PORT), or one that is loaded here
     answers: Annotated[int, (1, 1000)] = 8  # of the model; the best one's program plays
-    served_name: str = ""  # the model's name at the server; default: the first that it lists
+    served_name: str = ""  # the model's name at the server; default: the only one that it lists
+    api_key_file: str = ""  # file that holds the server's key; default: OPENAI_API_KEY in the environment
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of the model's sampling
     size: int = 4  # cells along each side of the board
     target: int = 2048  # the tile that wins
@@ -1745,8 +1759,12 @@ class Rollouts:
         self.add({"step": self.last["step"] + 1, "size": columns["size"][0], "target": columns["target"][0],
                   "completions": rows})  # fmt: skip
         if RANK == 0:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.last) + "\n")
+            self.write(self.last)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a line."""
+        with open(self._file, "a", encoding="utf-8", opener=no_link) as file:
+            file.write(json.dumps(row) + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
         """Take note of a step, which is new or was read back from rollouts.jsonl."""
@@ -1900,6 +1918,14 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
     return progress
 
 
+def start_players(config: GameOptions) -> Pool:
+    """The shared pool, with or without the jail as the command line says."""
+    if config.unsafe_no_jail and RANK == 0:
+        print("warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
+              file=sys.stderr)  # fmt: skip
+    return shared_pool(jailed=not config.unsafe_no_jail)
+
+
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
     from toolkit import programs, results, runs, trackers
@@ -1907,7 +1933,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     ranks.join_ranks(config, partial(machine.prepare_environment, rows=machine.rows_at_once(config)))
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    start_players(config)
     run = trackers.kept_in(by_first_rank(partial(runs.open_run, config)))
     games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
     model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
@@ -1915,13 +1941,13 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     with runs.blaming_the_folder(run):
         progress = learn(model, tokenizer, config, run, view, games)
         assert progress  # not alone
-        return results.conclude(progress, model, tokenizer, pool.jailed, started, console)
+        return results.conclude(progress, model, tokenizer, started, console)
 
 
 def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
     """Training without the toolkit: the algorithm, rollouts.jsonl and the adapter, and nothing else."""
     run = config.output_dir / (config.run_name or time.strftime("%Y%m%d-%H%M%S"))
-    shared_pool(jailed=not config.unsafe_no_jail)
+    start_players(config)
     model, tokenizer = load_model(config.model, config, console.print)
     try:
         run.mkdir(parents=True)
@@ -1952,7 +1978,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
     from toolkit import evaluation, programs, results
 
-    started, pool = time.monotonic(), shared_pool(jailed=not config.unsafe_no_jail)
+    started, pool = time.monotonic(), start_players(config)
     sources: dict[str, str] = {}
     if config.model.endswith(".py"):
         sources[evaluation.MODEL] = read_strategy(Path(config.model), pool)
@@ -1969,7 +1995,7 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any] | None = 
     """The play command; `ask` asks a model.  Returns what --json prints."""
     from rich.table import Table
 
-    pool = shared_pool(jailed=not config.unsafe_no_jail)
+    pool = start_players(config)
     if config.model and ask:
         source, results = ask(config, sys.modules[__name__], console)
     else:

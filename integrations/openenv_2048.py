@@ -22,6 +22,7 @@ import uvicorn
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
+from starlette.exceptions import HTTPException
 from starlette.websockets import WebSocketDisconnect
 
 import gpt_2048_rl as program
@@ -102,6 +103,28 @@ class Game2048(Environment[Answer, Judged, State]):
         return self._state
 
 
+class Bounded:
+    """ASGI middleware: a request larger than any answer that is read gets 413, before it fills memory."""
+
+    BYTES = 8 * program.LIMITS.text_chars  # JSON writes a character in up to six
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        left = self.BYTES
+
+        async def counted() -> Any:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b"")) if scope["type"] == "http" else 0
+            if left < 0:
+                raise HTTPException(413, f"a request may have {self.BYTES} bytes", {"Connection": "close"})
+            return message
+
+        await self._app(scope, counted, send)
+
+
 def serve(args: Args) -> int:
     """Serve until it is stopped."""
     try:
@@ -111,11 +134,12 @@ def serve(args: Args) -> int:
         raise UsageError(f"cannot listen at {args.host}, port {args.port} ({why}): choose another") from None
     program.shared_pool()
     app = create_fastapi_app(lambda: Game2048(args), Answer, Judged, max_concurrent_envs=args.sessions)
+    app.add_middleware(Bounded)
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect)))  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_max_size=Bounded.BYTES)).run(sockets=[listener])
     return 0
 
 

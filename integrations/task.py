@@ -72,9 +72,13 @@ def columns(questions: Sequence[Question]) -> dict[str, list[Any]]:
     return {name: [getattr(question, name) for question in questions] for name in names}
 
 
-@lru_cache(maxsize=256)
 def judge(question: Question, answer: str) -> tuple[program.Verdict, dict[str, float]]:
-    """The verdict on an answer, and its rewards by name."""
+    """The verdict on an answer, and its rewards by name.  Of an answer that is too long to be read, no more is kept."""
+    return _judge(question, answer[: program.LIMITS.text_chars + 1])
+
+
+@lru_cache(maxsize=64)
+def _judge(question: Question, answer: str) -> tuple[program.Verdict, dict[str, float]]:
     game = columns([question]) | {"record": [True]}
     (verdict,) = program.judge([answer], **game)
     return verdict, {reward.__name__: reward([answer], **game)[0] for reward in program.REWARDS}

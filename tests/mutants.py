@@ -82,7 +82,7 @@ FAULTS = (
     Fault("embedded model", "tiny train learning", '"first": 8, "search": 33', '"first": 33, "search": 8'),
     Fault("export", "export", '(codes % 2 == 1) &', '(codes % 2 == 0) &'),
     Fault("export", "export", 'torch.stack(parts, -1).flatten(1)', 'torch.cat(parts, 1)'),
-    Fault("report", "report", 'quote=True)', 'quote=False)'),
+    Fault("report", "report", 'autoescape=True', 'autoescape=False'),
     Fault("command line", "cli learning", 'config.accumulation) % config.generations', '1) % config.generations'),
 )  # fmt: skip
 

@@ -67,6 +67,7 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
     if request := next_request():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         arguments, (reply, *streams) = request
         keep(reply)
         become(arguments, streams)

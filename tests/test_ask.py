@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
+import select
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
@@ -18,6 +22,7 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.helpers import HONEST, ROOT, run, serving
 from toolkit import UsageError
+from toolkit import ask as asking
 from toolkit.ask import ChatServer
 
 GAME = ("--size", "3", "--target", "16", "--seeds", "1", "2")  # random moves reach it
@@ -28,7 +33,7 @@ POOR = '```python\ndef strategy(board):\n    return "no key"\n```'
 class Fake:
     """A server that lists models, and answers each request with the next of `answers`: the last one again and again."""
 
-    def __init__(self, *answers: bytes | Iterator[bytes], status: int = 200, models: object = ("first", "second")):
+    def __init__(self, *answers: bytes | Iterator[bytes], status: int = 200, models: object = ("first",)):
         self.answers, self.status, self.asked = list(answers), status, list[dict[str, Any]]()
         listed = {"data": [{"id": name} for name in models]} if isinstance(models, tuple) else models
         self.models = json.dumps(listed).encode()
@@ -156,9 +161,10 @@ def endless() -> Iterator[bytes]:
      (Fake(chat([{"type": "text", "text": FENCED}])), "not OpenAI's format"),
      (Fake(b"[" * 100_000), "not OpenAI's format"),
      (Fake(b'{"choices": [{"mess'), "not OpenAI's format"),
-     (Fake(b""), "closed connection without response"),
+     (Fake(b""), "Server disconnected without sending a response"),
      (Fake(endless()), "its answer does not end"),
      (Fake(b"", models=()), "lists no models: name one with --served-name"),
+     (Fake(b"", models=("base", "adap\x1b[2Jter")), r"lists 2 models: choose with --served-name: base, adap\x1b[2Jter"),
      (Fake(b"", models=[]), "not OpenAI's format: []")],
 )  # fmt: skip
 def test_a_server_that_fails_is_one_line_and_exit_code_2(
@@ -173,30 +179,108 @@ def test_a_server_that_fails_is_one_line_and_exit_code_2(
     assert "\x1b" not in error
 
 
-def test_an_answer_that_drips_is_ended() -> None:
-    """Each byte comes in time, the whole never."""
+def forever(first: bytes, again: bytes) -> Iterator[bytes]:
+    """Each piece comes in time, the whole never."""
+    yield first
+    while True:
+        yield again
+        time.sleep(0.01)
 
-    def drops() -> Iterator[bytes]:
-        while True:
-            yield b" "
-            time.sleep(0.01)
 
-    with Fake(drops()).running() as url, pytest.raises(UsageError, match="its answer does not end"):
-        ChatServer(url).ask("/v1/chat/completions", {}, seconds=0.5)
+ENDLESS = {
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"),
+    "one header": (b"HTTP/1.1 200 OK\r\nX: ", b"y"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "body": (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
+    "an error's body": (b"HTTP/1.1 500 No\r\n\r\n", b" "),
+    "nothing": (b"", b""),
+}
+
+
+@pytest.mark.parametrize("part", ENDLESS)
+def test_an_exchange_has_one_deadline(part: str) -> None:
+    """It held for the body alone: the other parts, a piece at a time, kept a training or `play` waiting for ever."""
+    with sending(forever(*ENDLESS[part])) as url:
+        began = time.monotonic()
+        with pytest.raises(UsageError, match=r"its answer does not end in 0\.5 s"):
+            ChatServer(url).ask("/v1/chat/completions", {}, seconds=0.5)
+        assert time.monotonic() - began < 5
+
+
+@contextlib.contextmanager
+def sending(pieces: Iterator[bytes]) -> Iterator[str]:
+    """The address of a server that takes one connection, and sends bytes as they are."""
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as caller:
+            caller.recv(1 << 16)
+            for piece in pieces:
+                caller.sendall(piece)
+                if not piece and select.select([caller], [], [], 0)[0] and not caller.recv(1 << 16):
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join(5)
+
+
+def test_an_answer_that_is_packed_stays_packed() -> None:
+    """A few bytes could unpack to more than memory holds."""
+    packed = gzip.compress(b" " * 10_000)
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n"
+    with sending(iter([head + packed])) as url:
+        assert ChatServer(url).ask("/v1/models") == packed
+
+
+class Locked(BaseHTTPRequestHandler):
+    """A server that wants a key."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["Authorization"] == "Bearer sesame" else 401)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "behind the door"}]}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_key_opens_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the environment or from a file, which wins.  Every user of a machine sees the arguments of its processes."""
+    file = tmp_path / "key"
+    file.write_text("sesame\n")
+    with serving(Locked) as url:
+        with pytest.raises(UsageError, match="failed \\(401 "):
+            ChatServer(url, asking.api_key("")).only_model()
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        assert ChatServer(url, asking.api_key(str(file))).only_model() == "behind the door"
+        monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+        assert ChatServer(url, asking.api_key("")).only_model() == "behind the door"
+
+
+def test_a_key_that_cannot_be_sent_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("open\nsesame")
+    assert program.main(["play", "--model", "http://127.0.0.1:9", "--api-key-file", str(tmp_path / "key")]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: the server's key must be one word of ASCII characters\n"
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
 def test_an_address_may_end_with_the_version(ending: str) -> None:
     with Fake().running() as url:
-        assert ChatServer(url + ending).first_model() == "first"
-        assert ChatServer(url.removeprefix("http://") + ending).first_model() == "first"
+        assert ChatServer(url + ending).only_model() == "first"
+        assert ChatServer(url.removeprefix("http://") + ending).only_model() == "first"
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["http://127.0.0.1:9/v1"], "error: http://127.0.0.1:9/v1/models failed ([Errno 111] Connection refused): start"),
+    [(["http://127.0.0.1:9/v1"], "error: http://127.0.0.1:9/v1/models failed (All connection attempts failed): start"),
      (["localhost:9"], "error: http://localhost:9/v1/models failed"),
-     (["http://[half"], "error: http://[half/v1/models failed (Invalid IPv6 URL)"),
+     (["http://host:port"], "error: http://host:port/v1/models failed (Invalid port: 'port')"),
+     (["http://127.0.0.1:9", "--api-key-file", "/nowhere"], "error: --api-key-file /nowhere cannot be read (No such"),
      (["/"], "error: / holds no model"),
      (["gpt-oss:20b"], "error: model 'gpt-oss:20b' is neither auto, tiny, a folder that exists nor a hub id"),
      (["tiny", "--reasoning", "low"], "error: the embedded model cannot reason"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import HELD_OUT, HONEST, run
+from tests.helpers import HELD_OUT, HONEST, ROOT, run
 from toolkit.machine import resolve_model
 from toolkit.runs import keep_config, write_program
 
@@ -289,3 +289,15 @@ def test_training_boards_are_never_held_out_boards() -> None:
     assert len(trained) == len(held_out) == 400
     assert {seed % 2 for seed in trained} == {0}
     assert {seed % 2 for seed in held_out} == {1}
+
+
+def test_a_training_prints_on_when_nobody_reads() -> None:
+    """Ctrl-C ends `tee` as well, in the middle of the training that it was to save."""
+    code = "import sys; from toolkit.cli import Lasting; out = Lasting(sys.stdout)\nfor _ in range(3):\n" \
+           "    out.write('a line\\n' * 10_000); out.flush()\nprint('at the end')"  # fmt: skip
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as nobody:
+        done = subprocess.run([sys.executable, "-c", code], stdout=nobody, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                              check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

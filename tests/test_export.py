@@ -484,3 +484,14 @@ def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
     assert hub.repositories["me/mine"]["private"]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert hub.repositories["me/mine"]["files"] == files
+
+
+def test_an_export_replaces_nothing_behind_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of the format's name, where a link in someone else's run leads to, was removed."""
+    (tmp_path / "mine" / "lora").mkdir(parents=True)
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_model.safetensors").touch()
+    (tmp_path / "run" / "export").symlink_to(tmp_path / "mine")
+    assert program.main(["export", str(tmp_path / "run")]) == 2
+    assert f"{tmp_path / 'run' / 'export'} is a link: remove it" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "lora").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 import gpt_2048_rl as program
@@ -131,6 +133,27 @@ def test_an_episode_is_done_after_its_turns_or_when_a_program_cheats() -> None:
     assert two.step(Answer(answer="import os\n" + HONEST)).done
     two.reset()
     assert [two.step(Answer(answer=ALWAYS_UP)).done for _ in range(2)] == [False, True]
+
+
+def test_an_answer_that_is_too_long_has_no_program(address: str) -> None:
+    """It is an answer like others, with the reward of one without a program."""
+    _, last = episode(address, HONEST + "#" * program.LIMITS.text_chars)
+    assert set(last.observation["outcomes"]) == {"no_function"}
+    assert last.observation["details"][0].startswith("the text is longer than")
+
+
+def test_a_request_that_no_answer_needs_is_refused_and_other_sessions_go_on(address: str) -> None:
+    """A text of 800 MB ended the workers, closed the pool and failed the sessions beside it."""
+    from openenv.core import GenericEnvClient
+
+    pieces = iter([b'{"action": {"answer": "', *[b"x" * (1 << 20)] * 800])
+
+    with GenericEnvClient(base_url=address).sync() as client:
+        client.reset(seed=1)
+        with contextlib.suppress(httpx.NetworkError):  # the server does not wait for the rest
+            assert httpx.post(f"{address}/step", content=pieces, timeout=60).status_code == 413
+        assert len(list(pieces)) > 700
+        assert client.step({"answer": HONEST}).observation["outcomes"] == ["success", "success"]
 
 
 def test_sessions_do_not_mix(address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import select
@@ -296,7 +297,7 @@ def test_a_process_killed_during_a_game(lone: Pool, victim: str) -> None:
     assert answers_right(lone)
 
 
-@pytest.mark.parametrize("source", [HONEST, "#" * 10_000_000 + "\n" + HONEST], ids=["short", "long"])
+@pytest.mark.parametrize("source", [HONEST, "#" * 500_000 + "\n" + HONEST], ids=["short", "long"])
 def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """The trainer waited without limit: for the verdict, or for its own send if no buffer holds the job."""
     (pid,) = {worker._process.pid for worker in lone._workers}
@@ -348,6 +349,36 @@ def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
     assert wait_until(lambda: not alive(lone._workers[0]._process.pid))
     assert answers_right(lone)
     assert failures == []
+
+
+def test_an_error_of_one_job_closes_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the games of all other threads.  And what is lack of memory was said to be the jail's failure."""
+    with Pool(2) as pool:
+        with monkeypatch.context() as broken:
+            broken.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=1.0))
+            broken.setattr(program._Worker, "_start", no_memory)
+            for worker in pool._workers:
+                os.kill(worker._process.pid, signal.SIGKILL)
+                assert wait_until(lambda worker=worker: not alive(worker._process.pid))  # type: ignore[misc]
+            with pytest.raises(program.WorkerError, match=r"Cannot allocate memory.*: free memory") as raised:
+                answers_right(pool)
+        assert "unsafe" not in str(raised.value)
+        assert answers_right(pool)
+
+
+def no_memory(worker: program._Worker) -> None:
+    """As fork fails where memory is short."""
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_a_text_that_is_too_long_to_read_is_sent_to_no_worker(lone: Pool) -> None:
+    """With 800 MB, a worker died over it, and so did those after it."""
+    before = lone._workers[0]._process.pid
+    long, short = Job(HONEST + "#" * program.LIMITS.text_chars, (1, 2)), Job(HONEST, (1,), target=8)
+    first, second = lone.judge([long, short])
+    assert (first.works, [result.outcome for result in first.results]) == ("none", ["no_function"] * 2)
+    assert second.results[0].outcome == "success"
+    assert lone._workers[0]._process.pid == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------

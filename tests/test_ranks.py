@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -179,6 +180,19 @@ def test_all_ranks_get_what_the_first_made_and_end_if_it_failed(tmp_path: Path) 
     first, second = (process.returncode for process in started)
     assert first in (1, -signal.SIGABRT)  # with its peer gone, gloo may abort an ordinary exit, after the traceback
     assert second == 2
+
+
+@pytest.mark.slow
+def test_nohup_reaches_the_processes_of_torchrun(tmp_path: Path) -> None:
+    """torchrun takes SIGHUP for itself, and ends its processes over it, unless it is told which signals are its own."""
+    script = tmp_path / "told.py"
+    script.write_text("import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)")
+    docs = (ROOT / "docs" / "cluster.md").read_text()
+    documented = re.search(r"^nohup torchrun (--signals-to-handle) (\S+) ", docs, re.MULTILINE)
+    assert documented
+    done = subprocess.run(["nohup", sys.executable, "-m", "torch.distributed.run", "--standalone", *documented.groups(),
+                           script], capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ The pages are about the run in tests/recorded_run, so these tests train nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -199,6 +200,66 @@ def test_curves_are_read_out_under_the_pointer(recorded: Path, browser: Browser)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Nothing in it runs, and nothing reaches out
+
+
+STRANGE: tuple[Any, ...] = ("<b class=strange>&\"'\x1b", 10**400)  # instead of any value in a file
+
+
+def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in a JSON object; of a list, to its first item alone."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield from places(inner, (*path, name))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: object) -> Any:
+    """A copy of a JSON object with another value at a place."""
+    if not path:
+        return new
+    value = copy.copy(value)
+    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("config.json", ()), ("best_game.json", ()), ("rollouts.jsonl", ()), ("result.json", ("scores", "4x4")),
+     ("result.json", ("races",)), ("result.json", ("ended",))],
+)  # fmt: skip
+@pytest.mark.slow
+def test_no_value_of_a_file_becomes_html_or_a_traceback(name: str, parts: tuple[str, ...], folder: Path) -> None:
+    """Of 791 fields two reached the page as they were, and 91 were tracebacks: the file is named instead."""
+    (folder / "events.out.tfevents.0.recorded").unlink()
+    log = folder / "rollouts.jsonl"
+    if name == "config.json":  # a page without a result is made faster
+        (folder / "result.json").unlink()
+        log.write_text(log.read_text().splitlines()[0] + "\n")
+    text = (folder / name).read_text()
+    first, *others = text.splitlines() if folder / name == log else [text]
+    whole = json.loads(first)
+    for path in places(whole):
+        for strange in STRANGE if path[: len(parts)] == parts else ():
+            (folder / name).write_text("\n".join([json.dumps(replaced(whole, path, strange)), *others, ""]))
+            assert "<b class=strange" not in said_of(folder), path
+
+
+def said_of(folder: Path) -> str:
+    """A run's page, or the one line that says why there is none."""
+    try:
+        return report.write_report(folder).read_text()
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["size", "target"])
+def test_a_stage_in_a_file_is_two_numbers(name: str, folder: Path) -> None:
+    """They were put into the page as they are."""
+    log = folder / "rollouts.jsonl"
+    step = json.loads(log.read_text().splitlines()[0])
+    log.write_text(json.dumps(step | {name: HOSTILE}) + "\n")
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
+        report.write_report(folder)
 
 
 @pytest.fixture

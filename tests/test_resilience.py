@@ -6,11 +6,14 @@ import io
 import json
 import math
 import os
+import pty
 import random
+import select
 import shutil
 import signal
 import statistics
 import subprocess
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -350,6 +353,41 @@ def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 143
     assert steps_done(unfinished)[-1] > at
+
+
+def test_a_closed_terminal_is_heard_like_an_interruption(unfinished: Path) -> None:
+    """SIGHUP, of an ssh connection that dropped, ended the run at once: no checkpoint, no report."""
+    at, log = steps_done(unfinished)[-1], unfinished.parent / "log"
+    (unfinished / "report.html").unlink()
+    with started(*command(unfinished.parent), log=log) as process:
+        assert wait_until(lambda: in_the_middle_of_a_step(unfinished), 120), log.read_text()
+        process.send_signal(signal.SIGHUP)
+        assert wait_until(lambda: "ending this step" in log.read_text(), 20), log.read_text()
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(300) == 129
+    assert steps_done(unfinished)[-1] > at
+    assert (unfinished / "report.html").is_file()
+
+
+def test_training_outlives_its_terminal(unfinished: Path) -> None:
+    """In a terminal that is gone every line of output is an error (EIO), and the first one ended the run."""
+    (ours, theirs), gone = pty.openpty(), threading.Event()
+
+    def read() -> None:
+        while not gone.is_set():
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 1 << 16)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with started(*command(unfinished.parent), log=Path(os.ttyname(theirs))) as process:
+        assert wait_until(lambda: in_the_middle_of_a_step(unfinished), 120)
+        gone.set()
+        reader.join()
+        os.close(ours)
+        os.close(theirs)
+        assert process.wait(300) == 0
+    assert (unfinished / "result.json").is_file()
 
 
 @pytest.mark.slow

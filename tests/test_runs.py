@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,9 @@ from typing import Any
 
 import pytest
 
+import gpt_2048_rl as program
 from tests.record_run import RECORDED, write_curves
-from toolkit import UsageError, evaluation, runs
+from toolkit import UsageError, evaluation, results, runs
 
 
 @dataclass
@@ -56,6 +59,83 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         runs.write_whole(tmp_path / "file", "new\ud800")
     assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A file outside of the run, which links in the run's folder point to."""
+    file = tmp_path / "precious"
+    file.write_text("mine")
+    return file
+
+
+def test_a_write_replaces_a_link_and_what_it_points_to_stays(tmp_path: Path, precious: Path) -> None:
+    """`python -m toolkit.report RUN` overwrote any file that someone else's folder had a link to."""
+    for link in ("report.html", ".report.html.unfinished"):
+        (tmp_path / link).symlink_to(precious)
+    runs.write_whole(tmp_path / "report.html", "page")
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "page"
+    assert not (tmp_path / "report.html").is_symlink()
+
+
+def test_a_lock_is_no_link(tmp_path: Path, precious: Path) -> None:
+    """It was opened for writing, which emptied the file behind a link."""
+    (tmp_path / ".lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        runs.lock(tmp_path)
+    assert precious.read_text() == "mine"
+
+
+def test_steps_are_not_appended_through_a_link(tmp_path: Path, precious: Path) -> None:
+    (tmp_path / "rollouts.jsonl").symlink_to(precious)
+    rollouts = program.Rollouts(tmp_path / "rollouts.jsonl", program.TrainConfig(), program.Ladder([(4, 64)]))  # type: ignore[list-item]
+    with pytest.raises(OSError, match="symbolic links"):
+        rollouts.write({"step": 1})
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["adapter", ".unfinished", ".sampler", "trackio", "mlflow.db", "adapter/weights"])
+def test_training_refuses_a_folder_with_links(name: str, tmp_path: Path, precious: Path) -> None:
+    """Checkpoints, adapters and trackers' files would be written to where they point."""
+    run = begun(tmp_path)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(precious)
+    with pytest.raises(UsageError, match=rf"{name} is a link: remove it"):
+        runs.open_run(Config(tmp_path, run_name="run"))
+
+
+def test_training_refuses_a_folder_with_a_pipe(tmp_path: Path) -> None:
+    """Whoever opens one waits for ever."""
+    os.mkfifo(begun(tmp_path) / "rollouts.jsonl")
+    with pytest.raises(UsageError, match="is a special file: remove it"):
+        runs.open_run(Config(tmp_path, run_name="run"))
+
+
+def test_the_links_of_this_program_are_no_hindrance(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    (run / "config.json").write_text("{}")
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to("offline-run-1")
+    checkpoint(run, 1, best=True)
+    (run / "rollouts.jsonl").write_text((RECORDED / "rollouts.jsonl").read_text())
+    assert runs.open_run(Config(tmp_path, run_name="run")) == run
+
+
+def test_the_name_of_an_old_result_stays_in_the_folder(tmp_path: Path) -> None:
+    """`steps` is part of that name, and came from the file as it was."""
+    run = begun(tmp_path)
+    checkpoint(run, 1)
+    (run / "rollouts.jsonl").write_text((RECORDED / "rollouts.jsonl").read_text())
+    (run / "config.json").write_text('{"steps": 1}')
+    (run / "result.json").write_text('{"steps": "x/../../elsewhere"}')
+    (run / "result-x").mkdir()
+    config = Config(tmp_path, run_name="run")
+    config.steps = 2  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"result\.json is damaged"):
+        runs.open_run(config)
+    assert (run / "result.json").is_file()
+    assert not (tmp_path / "elsewhere.json").exists()
 
 
 def test_json_is_read_or_its_file_is_named(tmp_path: Path) -> None:
@@ -245,6 +325,90 @@ def test_a_config_of_wrong_types_is_named(text: str, said: str, tmp_path: Path) 
         runs.stored_config(run, Config)
 
 
+STRANGE = {"unsafe_no_jail": True, "vllm_server": "http://192.0.2.1:8000", "report_to": "tensorboard,wandb"}
+
+
+def strange_run(folder: Path, **stored: Any) -> Path:
+    """A run of the embedded model that someone else has made."""
+    run = runs.open_run(program.TrainConfig(model="tiny", output_dir=folder, run_name="strange"))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | stored))
+    return run
+
+
+def test_no_file_gives_a_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--resume of a run whose config.json said unsafe_no_jail ran its model's programs on the host, without a word.
+
+    A server would get the prompts and a key, and answer for the model; a tracker would get the curves."""
+    strange_run(tmp_path, **STRANGE)
+    config = program.parse_arguments(["--resume", "--output-dir", str(tmp_path)])
+    assert (config.unsafe_no_jail, config.vllm_server, config.report_to) == (False, "", "tensorboard")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in said] == [
+        f"strange began with --{name}" for name in ("unsafe-no-jail", "vllm-server", "report-to")]  # fmt: skip
+
+
+def test_the_command_line_gives_a_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without the jail, a run can go on either way."""
+    strange_run(tmp_path, unsafe_no_jail=True)
+    resume = ["--resume", "--output-dir", str(tmp_path)]
+    assert program.parse_arguments([*resume, "--unsafe-no-jail"]).unsafe_no_jail is True
+    assert capsys.readouterr().err == ""
+    assert program.parse_arguments([*resume, "--no-unsafe-no-jail"]).unsafe_no_jail is False
+
+
+def test_the_command_that_goes_on_with_a_run_has_its_permissions(tmp_path: Path) -> None:
+    config = program.TrainConfig(unsafe_no_jail=True, report_to="wandb", vllm_server="")
+    words = "--run-name run --unsafe-no-jail --report-to wandb"
+    assert results.again(tmp_path / "run", config) == f"python gpt_2048_rl.py --output-dir {tmp_path} {words}"
+
+
+def test_eval_and_play_take_the_game_alone_from_a_folder(tmp_path: Path) -> None:
+    stored = {"held_out": ["4:64"], "keys": "wasd", "served_name": "x", "api_key_file": "x", "model": "x", **STRANGE}
+    (tmp_path / runs.TRAINING).write_text(json.dumps(stored))
+    for kind in (program.EvalConfig, program.PlayConfig):
+        names = {field.name for field in dataclasses.fields(kind)}
+        taken = {word for word in runs.options_of(tmp_path, names) if word.startswith("--")}
+        assert taken <= {"--held-out", "--size", "--target", "--keys"}
+
+
+def test_every_start_without_the_jail_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    program.start_players(program.GameOptions(unsafe_no_jail=True))
+    assert capsys.readouterr().err.startswith("warning: --unsafe-no-jail: model-written code runs with all your rights")
+    program.start_players(program.GameOptions())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_was_once_without_the_jail_says_so_for_ever(tmp_path: Path) -> None:
+    """Its result said what the last process did."""
+    strange_run(tmp_path)
+    unsafe = program.TrainConfig(model="tiny", output_dir=tmp_path, run_name="strange", unsafe_no_jail=True)
+    for config in (unsafe, program.TrainConfig(model="tiny", output_dir=tmp_path, run_name="strange")):
+        run = runs.open_run(config)
+        assert runs.read_json(run / "config.json")["unsafe_no_jail"] is True
+
+
+def test_the_newest_run_lies_where_it_was_looked_for(tmp_path: Path) -> None:
+    """`latest` is a link, so in a strange folder it could lead to any run of the reader's."""
+    mine = begun(tmp_path / "mine")
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "latest").symlink_to(mine)
+    with pytest.raises(UsageError, match=r"latest leads out of .*strange: name the run"):
+        runs.run_to_resume("", tmp_path / "strange", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("keys", "bébé"), ("reasoning", "much"), ("games", True), ("games", 2.5), ("ladder", [4]), ("ladder", "4:64"),
+     ("unsafe_no_jail", "no"), ("timeout", None), ("recipe", {})],
+)  # fmt: skip
+def test_a_stored_option_has_the_type_of_its_field(name: str, value: object, tmp_path: Path) -> None:
+    """Only numbers and texts were looked at; the rest was a traceback later on."""
+    run = strange_run(tmp_path, **{name: value})
+    with pytest.raises(UsageError, match=f"config.json: {name} cannot be"):
+        runs.stored_config(run, program.TrainConfig)
+
+
 def test_what_may_not_change_is_named(tmp_path: Path) -> None:
     stored = Config(tmp_path, run_name="run", learning_rate=0.5)
     runs.check_unchanged(Config(tmp_path / "moved", learning_rate=0.5, keep=1), stored, {"keep"})
@@ -297,6 +461,15 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as at the start of a program, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with runs.Interruption() as interruption:
@@ -309,6 +482,26 @@ def test_the_first_interruption_waits_for_the_step_the_second_does_not() -> None
             signal.raise_signal(signal.SIGTERM)
         assert stop.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("hangup")
+def test_a_terminal_that_closes_says_so_twice_and_stops_nothing_at_once() -> None:
+    """Its shell sends SIGHUP, and so does the kernel: a second signal used to end the program without a checkpoint."""
+    with runs.Interruption() as interruption:
+        interruption.waits = True
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert interruption.signal == signal.SIGHUP
+    signal.raise_signal(signal.SIGHUP)  # while the report is written
+
+
+@pytest.mark.usefixtures("hangup")
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with runs.Interruption() as interruption:
+        signal.raise_signal(signal.SIGHUP)
+        assert interruption.signal == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 # ---------------------------------------------------------------------------------------------------------------------

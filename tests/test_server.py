@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
-from tests.helpers import serving
+from tests.helpers import cmdline, descendants, serving
 from tests.preloaded import call
 from toolkit import VLLM, UsageError, machine, server, tiny
 
@@ -86,8 +87,51 @@ def test_a_server_that_fails_is_named_with_its_reason() -> None:
         pytest.raises(UsageError, match="no completions with token ids and log-probabilities"),
     ):
         server.Server(url).complete("run-1", [[1]], {})
-    with pytest.raises(UsageError, match=r"refused.*see run/vllm\.log, then start again"):
+    with pytest.raises(UsageError, match=r"failed.*see run/vllm\.log, then start again"):
         server.Server(url, "run/vllm.log").complete("run-1", [[1]], {})
+
+
+class Echo(BaseHTTPRequestHandler):
+    """A server that answers with the key that it was sent."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(self.headers["Authorization"]).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_named_server_gets_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Echo) as url:
+        assert server.named(url).ask("/health") == b"None"
+        monkeypatch.setenv("VLLM_API_KEY", "sesame")
+        assert server.named(url).ask("/health") == b"Bearer sesame"
+
+
+SERVES = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.headers["Authorization"] == "Bearer " + os.environ["VLLM_API_KEY"] else 401)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_the_server_of_a_run_has_a_key_that_only_the_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads any adapter that it is told to, by any user of the machine."""
+    monkeypatch.setattr(server, "command", lambda *rest: [sys.executable, "-c", SERVES, str(rest[-1])])
+    started = server.start("owner/name", program.TrainConfig(), H200, tmp_path)
+    assert started.ask("/v1/models") == b""
+    with pytest.raises(UsageError, match="401"):
+        server.Server(started._url).ask("/v1/models")
+    arguments = [cmdline(pid) for pid in descendants(os.getpid())]
+    key = started._headers["Authorization"].split()[1].encode()
+    assert any(SERVES.encode() in line for line in arguments)
+    assert not any(key in line for line in arguments)
 
 
 def test_a_server_that_ends_at_once_is_said_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +171,7 @@ def test_the_trainer_holds_the_weights_that_the_server_holds() -> None:
      (False, ["--sampler", "vllm"], "--sampler vllm needs a GPU, or --vllm-server"),
      (False, ["--vllm-server", "http://localhost:1"], "--vllm-server needs --sampler vllm"),
      (False, ["--sampler", "vllm", "--vllm-server", "http://localhost:1"], "failed at /health"),
-     (False, ["--sampler", "vllm", "--vllm-server", "localhost"], "unknown url type")],
+     (False, ["--sampler", "vllm", "--vllm-server", "localhost"], "missing an 'http://' or 'https://' protocol")],
 )  # fmt: skip
 def test_what_vllm_needs_is_said_before_anything_is_loaded(
     gpu: bool, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -218,7 +262,7 @@ def load_an_adapter(folder: str) -> None:
     model = program.add_adapters(model, config)
     trainer: Any = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model),
                                    state=SimpleNamespace(global_step=0))  # fmt: skip
-    asked = server.Server(server.start(base, config, H200, run))
+    asked = server.start(base, config, H200, run)
     sampler = server.Sampler(trainer, asked, base, run)
     for trainer.state.global_step in range(2):
         sampler.sync_weights()

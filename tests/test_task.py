@@ -13,7 +13,7 @@ import pytest
 
 import gpt_2048_rl as program
 from integrations import dataset, task
-from tests.helpers import ALWAYS_UP, HONEST, ROOT
+from tests.helpers import ALWAYS_UP, HONEST, ROOT, run_python
 
 BAD, GOOD = f"```python\n{ALWAYS_UP}```", f"Here it is:\n```python\n{HONEST}```"
 
@@ -137,3 +137,24 @@ def test_trl_script_trains_with_the_dataset_and_its_rewards(tmp_path: Path, base
     for reward in program.REWARDS:
         assert done.stdout.count(f"rewards/{reward.__name__}/mean") == 2
     assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+MANY = """
+import os
+from pathlib import Path
+from integrations import task
+def used():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+question, before = task.Question(index=1), used()
+for i in range(8):
+    verdict, rewards = task.judge(question, str(i) * 100_000_000)
+    assert verdict.works == "none" and rewards["function_works"] == -2, verdict
+print(used() - before)
+"""
+
+
+def test_answers_that_are_too_long_do_not_stay_in_memory() -> None:
+    """Each of 100 MB stayed in the cache: eight of them took 700 MiB."""
+    done = run_python(MANY)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm"  # vLLM's environment: ./setup.sh --with vllm
 
@@ -18,6 +20,25 @@ def visible(text: object) -> str:
     Model-written text can hold characters that move a terminal's cursor or reorder the text around them.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether a value that was read from JSON has a type."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(fits(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind is tuple:
+        return isinstance(value, list | tuple) and all(fits(item, parts[0]) for item in value)
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def checked(value: Any, hint: Any) -> Any:
+    """A value that was read from JSON, which anyone may have written.  Raises TypeError if it has not this type."""
+    if not fits(value, hint):
+        raise TypeError(f"{value!r:.100} is no {hint}")
+    return value
 
 
 def stage_name(size: int, target: int) -> str:

@@ -7,10 +7,12 @@ hostile as a program: bounded in size and time, parsed by the jail's workers, an
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit import UsageError, machine, visible
@@ -46,8 +48,8 @@ class ChatServer(Server):
 
     largest = 4 << 20  # bytes; the longest answer whose program is read has half a million
 
-    def __init__(self, url: str) -> None:
-        super().__init__(re.sub(r"/*(v1/*)?$", "", url if "://" in url else f"http://{url}"))
+    def __init__(self, url: str, key: str = "") -> None:
+        super().__init__(re.sub(r"/*(v1/*)?$", "", url if "://" in url else f"http://{url}"), key=key)
 
     def _failed(self, path: str, reason: str) -> UsageError:
         return UsageError(f"{self._url}{path} failed ({reason}): start the server, or correct the URL or --served-name")
@@ -61,9 +63,13 @@ class ChatServer(Server):
             said = visible(answer[:200].decode(errors="replace"))
             raise self._failed(path, f"not OpenAI's format: {said}") from None
 
-    def first_model(self) -> str:
-        """The first model that the server lists; "" where it lists none."""
-        return str(self._told("/v1/models", None, lambda told: told["data"][0]["id"] if told["data"] else ""))
+    def only_model(self) -> str:
+        """The model that the server lists.  With several, the first can be the base of the one that is meant."""
+        listed = self._told("/v1/models", None, lambda told: [visible(model["id"])[:200] for model in told["data"]])
+        if len(listed) != 1:
+            which = f"choose with --served-name: {', '.join(listed[:50])}" if listed else "name one with --served-name"
+            raise UsageError(f"{self._url} lists {len(listed) or 'no'} models: {which}")
+        return str(listed[0])
 
     def chat(self, name: str, prompt: str, config: Any, seed: int) -> Answer:
         """An answer to a prompt.  `config` has `reasoning`, `temperature` and `max_new_tokens`."""
@@ -76,12 +82,20 @@ class ChatServer(Server):
         return answer
 
 
+def api_key(file: str) -> str:
+    """A server's key, from a file or the environment: everyone on a machine can read the arguments of its processes."""
+    if not file:
+        return os.environ.get("OPENAI_API_KEY", "")
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {file} cannot be read ({getattr(error, 'strerror', error)})") from None
+
+
 def served_answers(config: Any, prompt: str, say: Callable[[str], None]) -> Iterator[Answer]:
     """A server's answers, one after the other."""
-    server = ChatServer(config.file)
-    name = config.served_name or server.first_model()
-    if not name:
-        raise UsageError(f"{config.file} lists no models: name one with --served-name")
+    server = ChatServer(config.file, api_key(config.api_key_file))
+    name = config.served_name or server.only_model()
     say(f"asking {visible(name)[:200]} for {config.answers} programs")
     for number in range(config.answers):
         yield server.chat(name, prompt, config, config.seed + number)

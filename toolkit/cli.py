@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import errno
 import inspect
 import io
 import json
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from toolkit import VLLM, UsageError, bars, objectives, trackers
 from toolkit.ranks import RANK, RANKS, SHARDED
+from toolkit.runs import PERMISSIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +82,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
 # The options that may differ when a run is resumed.
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", "vllm_server", "report_to"}
+CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", *PERMISSIONS}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
@@ -95,7 +97,7 @@ def check_sampler(config: Any) -> None:
     if config.sampler != "vllm":
         raise UsageError("--vllm-server needs --sampler vllm")
     if config.vllm_server:
-        server.Server(config.vllm_server).ask("/health", seconds=10)
+        server.named(config.vllm_server).ask("/health", seconds=10)
     elif RANKS > 1:
         raise UsageError("with several ranks, --sampler vllm needs --vllm-server: see docs/cluster.md")
     elif not machine.gpu_is_there():
@@ -118,6 +120,9 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if run:
         runs.check_unchanged(config, default, CHANGEABLE)
         config.output_dir, config.run_name = default.output_dir, default.run_name
+        for option in runs.forgotten(run, config) if RANK == 0 else ():
+            print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
+                  "have it", file=sys.stderr)  # fmt: skip
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.objective == "max_at_k" and config.max_at > config.generations:
@@ -183,6 +188,39 @@ def while_it_is_read() -> Iterator[None]:
         end_unread()
 
 
+class Lasting:
+    """A stream that may lose its reader: a terminal that closes (EIO), `tee` that Ctrl-C ends (EPIPE).
+
+    From then on it writes to nowhere, because a training is worth more than what it prints.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, to whom it may concern."""
+        with self._unheard():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Bring it to the reader, if there is one."""
+        with self._unheard():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _unheard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # takes what is still buffered, too
+
+
 def parse_arguments(
     argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
 ) -> Any:
@@ -212,7 +250,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
+    collapsed; 129 for SIGHUP, 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
     """
     real_stdout = sys.stdout
     try:
@@ -221,7 +259,13 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         from rich.console import Console
 
         as_json = getattr(config, "json", False)
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with contextlib.ExitStack() as streams:
+            if hasattr(config, "save_steps"):  # it trains
+                for redirect, stream in ((contextlib.redirect_stdout, sys.stdout),
+                                         (contextlib.redirect_stderr, sys.stderr)):  # fmt: skip
+                    streams.enter_context(redirect(Lasting(stream) if stream else None))
+            if as_json:
+                streams.enter_context(contextlib.redirect_stdout(sys.stderr))
             console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)
             console.on_broken_pipe = end_unread  # type: ignore[method-assign]  # rich's own exit code is 1
             if not getattr(config, "quiet", False):

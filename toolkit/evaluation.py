@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
-from typing import Any
+from typing import Any, get_type_hints
 
-from toolkit import UsageError, cache_folder
+from toolkit import UsageError, cache_folder, checked
 
 BEFORE, AFTER, BEST = "before training", "after training", "best program"
 BEST_OF_N = "best of N, untrained"
@@ -85,8 +85,9 @@ def score(largest_tiles: Sequence[int], target: int) -> Score:
 
 
 def read_score(row: Mapping[str, Any]) -> Score:
-    """A score from a file."""
-    return Score(**{**row, "tiles": tuple(row["tiles"])})
+    """A score from a file.  Any error means that the file is damaged."""
+    known = {name: checked(row[name], hint) for name, hint in get_type_hints(Score).items()}
+    return Score(**known | {"tiles": tuple(row["tiles"])})
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class HeldOut:
         scores = {player: read_score(row) for player, row in rows.items() if row}
         if any(len(score.tiles) != len(boards) for score in scores.values()):
             raise ValueError("a game for each board is not there")
-        return cls(int(entry["target"]), boards, scores)
+        return cls(checked(entry["target"], int), boards, scores)
 
     def by_board(self, player: str) -> dict[str, int]:
         """A player's largest tile on each board; empty if it did not play."""

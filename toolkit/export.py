@@ -525,6 +525,8 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     folder = config.output_dir or run / "export" / config.format
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
+    if folder.parent.is_symlink() and not config.output_dir:  # an older export in it would be replaced
+        raise UsageError(f"{folder.parent} is a link: remove it, or name an --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
     layout = tiny.layout_of(Path(base))
     if layout:

@@ -1,8 +1,8 @@
 """Pages about runs, made from their folders alone: report.html of one run, compare.html of several.
 
-A page is one file and needs no network.  Much of its text was written by a model, so all text goes through `text` and
-all data through `safe_json`.  Its content security policy allows only the style and the script of
-report_template.html, by their hashes.
+A page is one file and needs no network.  Much of its text was written by a model or by someone else, so this file makes
+plain data, and only report_template.html makes HTML: jinja2 escapes every value.  The page's content security policy
+allows only the template's style and script, by their hashes.
 
     python -m toolkit.report outputs/RUN ...        write outputs/RUN/report.html again, also of a run that was killed
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import html
-import json
 import math
 import re
 import statistics
@@ -38,61 +36,104 @@ from toolkit.evaluation import (
     pairs_within,
     without_skill,
 )
-from toolkit.runs import OUTCOMES, Attempt, Run, read_run, read_runs, write_whole
+from toolkit.runs import OUTCOMES, Attempt, Run, naming, read_run, read_runs, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text and tables
+# Parts of a page, drawn by the template's macros of the same names
 
 LONGEST = 8000  # characters of a program that a page shows
 FEWEST_BOARDS = 6  # of a paired test: on fewer not even winning all of them has p < 0.05
 Cell = str | tuple[str, str, Sequence[float]]  # a figure, the text below it, and low, value and high in [0, 1]
 
 
-def text(value: object) -> str:
-    """Any text as HTML, for an element or an attribute."""
-    return html.escape(visible(value), quote=True)
+class Part:
+    """Something that a page shows."""
+
+    @property
+    def kind(self) -> str:
+        """The name of its macro."""
+        return type(self).__name__
 
 
-def safe_json(value: object) -> str:
-    """JSON without the characters that could end the script element around it."""
-    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value))
+@dataclass(frozen=True)
+class Paragraph(Part):
+    """Text."""
+
+    text: str
 
 
-def listing(title: str, source: str | None, opened: bool = False) -> str:
-    """A program below a line that opens and closes it."""
-    source = source or "# no program that could be read"
-    rest = f"\n# and {len(source) - LONGEST} more characters" if len(source) > LONGEST else ""
-    return (f"<details{' open' * opened}><summary>{text(title)}</summary>"
-            f"<pre><code>{text(source[:LONGEST] + rest)}</code></pre></details>")  # fmt: skip
-
-
-def table_cell(value: Cell) -> str:
-    """The content of a table's cell: text, or a figure with a text and an interval below it."""
-    if isinstance(value, str):
-        return text(value)
-    figure, below, marks = value
-    drawn = ""
-    if marks:
-        low, middle, high = (f"{100 * mark:.1f}" for mark in marks)
-        drawn = ('<svg class="track" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-                 '<line x2="100" y1="5" y2="5"/>'
-                 f'<line class="range" x1="{low}" x2="{high}" y1="5" y2="5"/>'
-                 f'<line class="value" x1="{middle}" x2="{middle}" y1="5" y2="5"/></svg>')  # fmt: skip
-    return f"{text(figure)}<small>{text(below)}</small>{drawn}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+@dataclass(frozen=True)
+class Table(Part):
     """A table whose first column names its rows."""
-    titles = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
-    lines = (f'<tr><th scope="row">{table_cell(name)}</th>' + "".join(f"<td>{table_cell(v)}</td>" for v in values)
-             + "</tr>" for name, *values in rows)  # fmt: skip
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""  # below it
 
 
-def score_table(stage: str, scores: Mapping[str, Score], target: int) -> str:
+@dataclass(frozen=True)
+class Listing(Part):
+    """A program below a line that opens and closes it."""
+
+    title: str
+    source: str | None
+    opened: bool = False
+
+    @property
+    def shown(self) -> str:
+        """As much of the program as a page shows."""
+        source = self.source or "# no program that could be read"
+        rest = f"\n# and {len(source) - LONGEST} more characters" if len(source) > LONGEST else ""
+        return source[:LONGEST] + rest
+
+
+@dataclass(frozen=True)
+class Card(Part):
+    """A step, and some of its programs."""
+
+    title: str
+    text: str
+    programs: Sequence[Listing]
+
+
+@dataclass(frozen=True)
+class Chart(Part):
+    """Curves over the steps, as lines or as stacked areas.
+
+    The drawing is stretched to any width, so labels are HTML beside it and a slider reads the values out.
+    """
+
+    title: str
+    form: str
+    steps: Sequence[int]
+    values: Sequence[tuple[str, Sequence[float | None]]]  # a curve's name, and its value at each step
+    lines: Sequence[str]  # the corners of each curve
+    ticks: Sequence[str]
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class Grid(Part):
+    """Charts and cards side by side."""
+
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Folded(Part):
+    """A table below a line that opens and closes it."""
+
+    title: str
+    table: Table
+
+
+Section = tuple[str, Sequence[Part]]  # left out where it has no parts
+
+
+def score_table(stage: str, scores: Mapping[str, Score], target: int) -> Table:
     """What each player reached on a stage's boards, with 95% intervals as figures and as lines."""
     largest = max((max(score.tiles, default=score.largest_tile_median) for score in scores.values()), default=2.0)
     rows: list[list[Cell]] = []
@@ -105,16 +146,16 @@ def score_table(stage: str, scores: Mapping[str, Score], target: int) -> str:
                      (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
                      f"{score.mean_log2_tile:.2f}", str(score.games)])  # fmt: skip
     head = f"{stage}, held out", f"made {target}", "median largest tile", "mean log2", "games"
-    return table(head, rows) + (
-        '<p class="quiet">Below each figure: its 95% interval, Wilson\'s for shares, order statistics for medians. '
-        f"The lines run from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale.</p>")  # fmt: skip
+    note = ("Below each figure: its 95% interval, Wilson's for shares, order statistics for medians. The lines run "
+            f"from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale.")  # fmt: skip
+    return Table(head, rows, note)
 
 
-def pair_table(stage: str, pairs: Sequence[Pair], target: int) -> str:
-    """On how many common boards of a stage each of two players did better; "" if there are no pairs."""
+def pair_tables(stage: str, pairs: Sequence[Pair], target: int) -> list[Part]:
+    """On how many common boards of a stage each of two players did better; empty if there are no pairs."""
     pairs = [pair for pair in pairs if (pair.stage, pair.target) == (stage, target)]
     if not pairs:
-        return ""
+        return []
 
     def split(first: int, second: int, p: float) -> Cell:
         return f"{first} : {second}", "p < 0.001" if p < 0.001 else f"p = {p:.3f}", ()
@@ -122,10 +163,11 @@ def pair_table(stage: str, pairs: Sequence[Pair], target: int) -> str:
     rows: list[list[Cell]] = [
         [f"{p.first} against {p.second}", split(p.won_first, p.won_second, p.won_p),
          split(p.higher_first, p.higher_second, p.higher_p), str(p.boards)] for p in pairs]  # fmt: skip
-    return table((f"{stage}, board by board", f"only one made {target}", "higher largest tile", "boards"), rows) + (
-        '<p class="quiet">The number of boards on which the first and the second did better; on the others they are '
-        "equal. Exact McNemar test for the target, sign test for the largest tile. Both are two-sided and not "
-        f"corrected for multiple testing ({2 * len(pairs)} tests).</p>")  # fmt: skip
+    head = f"{stage}, board by board", f"only one made {target}", "higher largest tile", "boards"
+    note = ("The number of boards on which the first and the second did better; on the others they are equal. Exact "
+            "McNemar test for the target, sign test for the largest tile. Both are two-sided and not corrected for "
+            f"multiple testing ({2 * len(pairs)} tests).")  # fmt: skip
+    return [Table(head, rows, note)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,8 +186,8 @@ def axis(values: Sequence[float], form: Form) -> tuple[float, float]:
     return low, max(low + unit, unit * math.ceil(max(values) / unit))
 
 
-def shapes(curves: Mapping[str, Mapping[int, float]], low: float, high: float, stacked: bool) -> str:
-    """SVG lines, or areas stacked on each other, on a canvas of 1000 by 400."""
+def corners(curves: Mapping[str, Mapping[int, float]], low: float, high: float, stacked: bool) -> list[str]:
+    """Of each curve the points of an SVG line, or of an area stacked on the others, on a canvas of 1000 by 400."""
     steps = sorted({step for curve in curves.values() for step in curve})
 
     def corner(step: int, value: float) -> str:
@@ -153,41 +195,29 @@ def shapes(curves: Mapping[str, Mapping[int, float]], low: float, high: float, s
         return f"{1000 * x:.1f},{400 * (high - value) / (high - low):.1f}"
 
     drawn, floor = [], dict.fromkeys(steps, 0.0)
-    for i, curve in enumerate(curves.values()):
+    for curve in curves.values():
+        outline = sorted(curve.items())
         if stacked:
             top = {step: floor[step] + curve.get(step, 0.0) for step in steps}
-            outline = [corner(*point) for point in (*top.items(), *reversed(floor.items()))]
+            outline = [*top.items(), *reversed(floor.items())]
             floor = top
-        else:
-            outline = [corner(*point) for point in sorted(curve.items())]
-        drawn.append(f'<{"polygon" if stacked else "polyline"} class="s{i % 7}" points="{" ".join(outline)}"/>')
-    return "".join(drawn)
+        drawn.append(" ".join(corner(*point) for point in outline))
+    return drawn
 
 
-def chart(title: str, curves: Mapping[str, Mapping[int, float]], form: Form, stacked: bool = False) -> str:
-    """Curves over the steps, as lines or as stacked areas; "" if there are none.
-
-    The drawing is stretched to any width, so labels are HTML beside it and a slider reads the values out.
-    """
+def charts(title: str, curves: Mapping[str, Mapping[int, float]], form: Form, stacked: bool = False) -> list[Part]:
+    """A chart of the curves that have values; empty if none has."""
     curves = {name: curve for name, curve in curves.items() if curve}
     steps = sorted({step for curve in curves.values() for step in curve})
     if not steps:
-        return ""
+        return []
     scale: Callable[[float], float] = math.log2 if form == "tile" else float
     scaled = {name: {step: scale(value) for step, value in curve.items()} for name, curve in curves.items()}
     low, high = axis([value for curve in scaled.values() for value in curve.values()], form)
     labels = {"percent": "{:.0%}", "number": "{:g}", "tile": "{:.0f}"}
-    ticks = (labels[form].format(2**at if form == "tile" else at) for at in (high, (low + high) / 2, low))
-    values = [[name, [curve.get(step) for step in steps]] for name, curve in curves.items()]
-    return f"""<figure data-chart="{text(json.dumps({"form": form, "steps": steps, "curves": values}))}">
-<figcaption>{text(title)}</figcaption>
-<ul>{"".join(f'<li class="s{i % 7}">{text(name)}</li>' for i, name in enumerate(curves))}</ul>
-<div class="plot"><div aria-hidden="true">{"".join(f"<span>{tick}</span>" for tick in ticks)}</div>
-<svg viewBox="0 0 1000 400" preserveAspectRatio="none" role="img" aria-label="{text(title)}, by step">
-{shapes(scaled, low, high, stacked)}<line class="mark" y2="400"/></svg>
-<div class="steps" aria-hidden="true"><span>step {steps[0]}</span><span>{steps[-1]}</span></div>
-<input type="range" min="0" max="{len(steps) - 1}" value="{len(steps) - 1}" aria-label="{text(title)}: step"></div>
-<p class="readout"></p></figure>"""
+    ticks = [labels[form].format(2**at if form == "tile" else at) for at in (high, (low + high) / 2, low)]
+    values = [(name, [curve.get(step) for step in steps]) for name, curve in curves.items()]
+    return [Chart(title, form, steps, values, corners(scaled, low, high, stacked), ticks, stacked)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,16 +225,6 @@ def chart(title: str, curves: Mapping[str, Mapping[int, float]], form: Form, sta
 
 HIDDEN = {"output_dir", "run_name", "run", "json"}  # this machine's paths, and what the title says already
 TEMPLATE = Path(__file__).with_name("report_template.html")
-
-
-def grid(*parts: str) -> str:
-    """Charts and cards side by side; "" if there are none."""
-    return f'<div class="charts">{"".join(parts)}</div>' if any(parts) else ""
-
-
-def section(title: str, *content: str) -> str:
-    """A section of a page; "" if it has no content."""
-    return f"<section><h2>{text(title)}</h2>{''.join(content)}</section>" if any(content) else ""
 
 
 def headline(run: Run) -> str:
@@ -227,7 +247,7 @@ def headline(run: Run) -> str:
     return said
 
 
-def curve_charts(run: Run) -> str:
+def curve_charts(run: Run) -> Grid:
     """A run's curves."""
 
     def named(**names: str) -> dict[str, dict[int, float]]:
@@ -235,23 +255,23 @@ def curve_charts(run: Run) -> str:
 
     outcomes = {name.replace("_", " ").replace("success", "won"): curve for name in OUTCOMES
                 if any((curve := run.curves.get(f"outcomes/{name}", {})).values())}  # fmt: skip
-    return grid(
-        chart("Reward of an answer", named(mean="reward"), "number"),
-        chart("How games ended", outcomes, "percent", stacked=True),
-        chart("Largest tile (a game ends at its target)",
-              named(target="games/target", median_of_games="games/largest_tile"), "tile"),
-        chart("Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"),
-    )  # fmt: skip
+    return Grid([
+        *charts("Reward of an answer", named(mean="reward"), "number"),
+        *charts("How games ended", outcomes, "percent", stacked=True),
+        *charts("Largest tile (a game ends at its target)",
+                named(target="games/target", median_of_games="games/largest_tile"), "tile"),
+        *charts("Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"),
+    ])  # fmt: skip
 
 
-def stage_table(run: Run) -> str:
-    """The stages of training with their steps; "" before the first step."""
+def stage_table(run: Run) -> Table:
+    """The stages of training with their steps."""
     parts = ((stage, list(steps)) for stage, steps in groupby(sorted(run.steps), lambda step: run.steps[step].stage))
     rows = [[stage, str(steps[0]), str(steps[-1])] for stage, steps in parts]
-    return table(("stage: board and target", "first step", "last step"), rows) if rows else ""
+    return Table(("stage: board and target", "first step", "last step"), rows)
 
 
-def changes(run: Run) -> str:
+def changes(run: Run) -> Grid:
     """How programs changed: the best and the middle one of five steps, from the first to the last."""
     numbers = sorted(run.steps)
     cards = []
@@ -262,26 +282,26 @@ def changes(run: Run) -> str:
         different = len({attempt.source for attempt in ranked})
         said = (f"{step.stage}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
                 f"{different} different programs in {len(ranked)} answers.")  # fmt: skip
-        programs = listing(f"Best: {best}", best.source) + listing(f"Middle: {middle}", middle.source)
-        cards.append(f"<article><h3>Step {number}</h3><p>{said}</p>{programs}</article>")
+        programs = Listing(f"Best: {best}", best.source), Listing(f"Middle: {middle}", middle.source)
+        cards.append(Card(f"Step {number}", said, programs))
     shares = {"load": "games/works", "differ from the others of their group": "games/distinct"}
-    drawn = chart("Answers whose program", {name: run.curves.get(c, {}) for name, c in shares.items()}, "percent")
-    return grid(drawn, *cards)
+    drawn = charts("Answers whose program", {name: run.curves.get(c, {}) for name, c in shares.items()}, "percent")
+    return Grid([*drawn, *cards])
 
 
-def chosen_programs(run: Run) -> str:
+def chosen_programs(run: Run) -> list[Part]:
     """The best program of the run and that of the untrained model, and how they were found."""
     races = run.result.get("races", {})
 
     def chosen(key: str) -> str:
-        return "best of {candidates}, chosen on {boards} boards of its own".format(**races[key]) if key in races else ""
+        said = ": best of {candidates}, chosen on {boards} boards of its own"
+        return said.format(**races[key]) if key in races else ""
 
     named = (("Best of the run", "best", run.best), ("The untrained model", "best_of_n", run.best_of_n))
-    return "".join(listing(f"{name}: {chosen(key)}" if chosen(key) else name, source, opened=key == "best")
-                   for name, key, source in named if source)  # fmt: skip
+    return [Listing(name + chosen(key), source, opened=key == "best") for name, key, source in named if source]
 
 
-def best_programs(run: Run, count: int = 5) -> str:
+def best_programs(run: Run, count: int = 5) -> list[Part]:
     """The programs that reached the largest tiles at the last stage of training."""
     tries: dict[str, list[tuple[int, Attempt]]] = {}
     last = run.steps[max(run.steps)].stage if run.steps else ""
@@ -291,24 +311,35 @@ def best_programs(run: Run, count: int = 5) -> str:
                 tries.setdefault(attempt.source, []).append((number, attempt))
     tiles = {source: [tile for _, attempt in made for tile in attempt.tiles] for source, made in tries.items()}
     ranked = sorted(tiles, key=lambda source: (statistics.fmean(tiles[source]), len(tiles[source])), reverse=True)
-    return "".join(
-        listing(f"{place}. {last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
+    return [
+        Listing(f"{place}. {last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
                 f"{'games' if len(tiles[source]) > 1 else 'game'}), "
                 f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
                 f"written at step {tries[source][0][0]}", source)
-        for place, source in enumerate(ranked[:count], 1))  # fmt: skip
+        for place, source in enumerate(ranked[:count], 1)]  # fmt: skip
 
 
-def write_page(file: Path, title: str, lead: str, before: str, after: str, games: Mapping[str, Any]) -> Path:
-    """Fill in the template and write the page atomically.  `games` are those to replay, by name.  Raises UsageError."""
+def write_page(file: Path, title: str, lead: str, sections: Sequence[Section], games: Mapping[str, Any]) -> Path:
+    """Fill in the template and write the page atomically.
+
+    The replay comes after the first section; `games` are those to replay, by name.  Raises UsageError.
+    """
+    from jinja2 import Environment, StrictUndefined
+
     template = TEMPLATE.read_text(encoding="utf-8")
     hashes = {tag: base64.b64encode(hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[0].encode())
                                     .digest()).decode() for tag in ("style", "script")}  # fmt: skip
     policy = "; ".join(("default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'",
                         *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items())))  # fmt: skip
-    parts = {"policy": policy, "title": text(title), "lead": text(lead), "before": before, "after": after,
-             "games": safe_json([{"name": name, **game} for name, game in games.items() if game])}  # fmt: skip
-    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)  # one pass: parts may contain {{...}}
+    # Every value becomes visible text; what has __html__ is HTML already: the result of a macro or of tojson.
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if hasattr(value, "__html__") else visible(value),
+    )
+    page = environment.from_string(template).render(
+        policy=policy, title=title, lead=lead, sections=[section for section in sections if section[1]],
+        games=[{**game, "name": name} for name, game in games.items() if game])  # fmt: skip
     try:
         write_whole(file, page)
     except OSError as error:
@@ -316,25 +347,32 @@ def write_page(file: Path, title: str, lead: str, before: str, after: str, games
     return file
 
 
-def write_report(folder: Path) -> Path:
-    """Write a run's report.html.  Raises UsageError."""
-    run = read_run(folder)
+def report_of(run: Run) -> tuple[str, str, list[Section], dict[str, Any]]:
+    """A run's page: title, lead, sections, games."""
     pairs = [pair for pair in pairs_within(run.held_out) if pair.boards >= FEWEST_BOARDS]
-    tables = "".join(
-        score_table(stage, played.scores, played.target)
-        + (f"<p>{text(without_skill(stage, played))}</p>" if i else "")
-        + pair_table(stage, pairs, played.target)
-        for i, (stage, played) in enumerate(run.held_out.items()))  # fmt: skip
+    tables: list[Part] = []
+    for i, (stage, played) in enumerate(run.held_out.items()):
+        tables.append(score_table(stage, played.scores, played.target))
+        tables += [Paragraph(without_skill(stage, played))] if i else []
+        tables += pair_tables(stage, pairs, played.target)
     facts = {**run.config, **{f"at the end: {name}": value for name, value in run.result.items() if name not in HIDDEN}}
     known = [[name, " ".join(map(str, value)) if isinstance(value, list) else str(value)]
              for name, value in facts.items()
              if name not in HIDDEN and isinstance(value, str | int | float | list)]  # fmt: skip
-    after = (section("Training", stage_table(run), curve_charts(run)), section("How programs changed", changes(run)),
-             section("The best programs", chosen_programs(run), best_programs(run)),
-             section("Settings", "<details><summary>All of them</summary>", table(("name", "value"), known),
-                     "</details>"))  # fmt: skip
-    return write_page(folder / "report.html", f"{run.name}: a model learns to play 2048", headline(run),
-                      section("Result", tables), "".join(after), {run.name: run.game})  # fmt: skip
+    sections: list[Section] = [
+        ("Result", tables),
+        ("Training", [stage_table(run), curve_charts(run)] if run.steps else []),
+        ("How programs changed", [changes(run)] if run.steps else []),
+        ("The best programs", [*chosen_programs(run), *best_programs(run)]),
+        ("Settings", [Folded("All of them", Table(("name", "value"), known))]),
+    ]
+    return f"{run.name}: a model learns to play 2048", headline(run), sections, {run.name: run.game}
+
+
+def write_report(folder: Path) -> Path:
+    """Write a run's report.html.  Raises UsageError."""
+    with naming(folder):  # what reading did not find
+        return write_page(folder / "report.html", *report_of(read_run(folder)))
 
 
 def try_report(folder: Path) -> str:
@@ -353,7 +391,7 @@ def at_stage(runs: Mapping[str, Run], stage: str, target: int) -> dict[str, dict
 
 def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path) -> Path:
     """Write the page that compares several runs.  Raises UsageError."""
-    tables = []
+    tables: list[Part] = []
     stages = dict.fromkeys((stage, held.target) for run in runs.values() for stage, held in run.held_out.items())
     for stage, target in stages:
         played = at_stage(runs, stage, target)
@@ -361,24 +399,27 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
         scores = {f"{name}, {player}": score for name, players in played.items() for player, score in players.items()
                   if player not in same}  # fmt: skip
         scores |= {player: score for player, score in next(iter(played.values())).items() if player in same}
-        tables.append(score_table(stage, scores, target) + pair_table(stage, pairs, target))
+        tables += [score_table(stage, scores, target), *pair_tables(stage, pairs, target)]
     curves: dict[str, tuple[str, Form]] = {
         "Reward of an answer": ("reward", "number"), "Median largest tile": ("games/largest_tile", "tile"),
         "Board size": ("games/size", "number"), "Target": ("games/target", "tile"),
         "Games that made the target": ("games/won", "percent"),
         "Answers whose program loads": ("games/works", "percent"),
         "Answers whose program differs from the others of its group": ("games/distinct", "percent")}  # fmt: skip
-    charts = (chart(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)
-              for title, (curve, form) in curves.items())  # fmt: skip
+    drawn: list[Part] = []
+    for title, (curve, form) in curves.items():
+        drawn += charts(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)
     settings = {name for run in runs.values() for name in run.config if name not in HIDDEN}
     differ = [[name, *(str(run.config.get(name, "")) for run in runs.values())] for name in sorted(settings)
               if len({str(run.config.get(name)) for run in runs.values()}) > 1]  # fmt: skip
-    after = (section("Training", grid(*charts)),
-             section("The best programs", *(listing(name, run.best) for name, run in runs.items() if run.best)),
-             section("Settings that differ", table(("name", *runs), differ) if differ else ""))  # fmt: skip
+    sections: list[Section] = [
+        ("Result", tables),
+        ("Training", [Grid(drawn)] if drawn else []),
+        ("The best programs", [Listing(name, run.best) for name, run in runs.items() if run.best]),
+        ("Settings that differ", [Table(("name", *runs), differ)] if differ else []),
+    ]
     lead = f"{len(runs)} training runs. Every two are compared on the boards that both played."
-    return write_page(file, "Runs compared", lead, section("Result", *tables), "".join(after),
-                      {name: run.game for name, run in runs.items()})  # fmt: skip
+    return write_page(file, "Runs compared", lead, sections, {name: run.game for name, run in runs.items()})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,12 +457,13 @@ def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
     """The compare command, which returns what --json prints.  `console` must not read markup.  Raises UsageError."""
     if config.output and config.output.suffix != ".html":  # it could be a file of a run
         raise UsageError(f"--output is a page: name a file that ends in .html, not {config.output}")
-    runs = read_runs(config.runs)
-    pairs = pairs_between({name: run.held_out for name, run in runs.items()})
-    page = write_comparison(runs, pairs, config.output or config.runs[0].resolve().parent / "compare.html")
-    for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
-        scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}
-        show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
+    with naming(Path(" or ".join(map(str, config.runs)))):  # what reading did not find
+        runs = read_runs(config.runs)
+        pairs = pairs_between({name: run.held_out for name, run in runs.items()})
+        page = write_comparison(runs, pairs, config.output or config.runs[0].resolve().parent / "compare.html")
+        for stage, target in dict.fromkeys((pair.stage, pair.target) for pair in pairs):
+            scores = {name: scores[AFTER] for name, scores in at_stage(runs, stage, target).items()}
+            show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
     console.print("Both tests are exact, two-sided and not corrected for multiple testing.")
     console.print(f"The page is {page}", soft_wrap=True)
     printed = {name: {stage: {"target": played.target, **dataclasses.asdict(played.scores[AFTER]),

@@ -84,7 +84,7 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
 
 def write_result(
     progress: watch.Progress, after: Mapping[str, evaluation.Score], best: Race, count: int, untrained: Sequence[str],
-    jailed: bool, started: float, say: Callable[[Any], None],
+    started: float, say: Callable[[Any], None],
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
 
@@ -114,7 +114,7 @@ def write_result(
         **progress.result(),
         "run": str(run),
         "ranks": RANKS,
-        "jailed": jailed,
+        "jailed": not runs.read_json(run / "config.json").get("unsafe_no_jail"),  # in all sessions of the run
         "seconds": round(time.monotonic() - started, 1),
     }
     lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
@@ -126,14 +126,14 @@ def write_result(
     return result, source
 
 
-def again(run: Path) -> str:
+def again(run: Path, config: Any) -> str:
     """The command that goes on with a run."""
     folder = [] if run.parent == Path("outputs") else ["--output-dir", str(run.parent)]
-    return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name])
+    return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name, *runs.permissions(config)])
 
 
 def conclude(
-    progress: watch.Progress, model: Any, tokenizer: Any, jailed: bool, started: float, console: Console
+    progress: watch.Progress, model: Any, tokenizer: Any, started: float, console: Console
 ) -> dict[str, Any]:  # fmt: skip
     """End a run that has trained: evaluate the model, choose the best programs, and leave the result and the page.
 
@@ -147,28 +147,29 @@ def conclude(
         say("choosing the best program so far (Ctrl-C skips this)")
         by_first_rank(partial(keep_quick_best, evaluator, run, progress.steps))
         say(by_first_rank(partial(report.try_report, run)))
-        say(f"stopped after step {progress.steps}; to resume: {again(run)}")
+        say(f"stopped after step {progress.steps}; to resume: {again(run, config)}")
         return {"run": str(run), "steps": progress.steps, "interrupted": progress.interrupted}
     if progress.ended:
         say(f"stopped at step {progress.steps}: {progress.ended}")
     try:
-        say(f"playing {progress.games.boards} held-out boards with the trained model")
-        after = evaluate_model(progress.games.evaluators, model, tokenizer)
-        say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
-        sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
-        best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
-        if best.ranking and RANK == 0:
-            progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
-        count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
-        if count:
-            say(f"sampling {count} programs from the untrained model, as a control")
-        with model.disable_adapter():
-            untrained = sampled_programs(evaluator, model, tokenizer, count)
-        write = partial(write_result, progress, after, best, count, untrained, jailed, started, say)
-        result, source = by_first_rank(write)
-    except KeyboardInterrupt:
+        with runs.Interruption():
+            say(f"playing {progress.games.boards} held-out boards with the trained model")
+            after = evaluate_model(progress.games.evaluators, model, tokenizer)
+            say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
+            sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
+            best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
+            if best.ranking and RANK == 0:
+                progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
+            count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
+            if count:
+                say(f"sampling {count} programs from the untrained model, as a control")
+            with model.disable_adapter():
+                untrained = sampled_programs(evaluator, model, tokenizer, count)
+            write = partial(write_result, progress, after, best, count, untrained, started, say)
+            result, source = by_first_rank(write)
+    except (KeyboardInterrupt, SystemExit):
         say(report.try_report(run))
-        say(f"training is complete, its evaluation is not; to repeat that: {again(run)}")
+        say(f"training is complete, its evaluation is not; to repeat that: {again(run, config)}")
         raise
     watch.show_scores(console, result)
     if source:

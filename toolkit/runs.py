@@ -37,9 +37,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from stat import S_ISDIR, S_ISLNK, S_ISREG
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
-from toolkit import UsageError, stage_name
+from toolkit import UsageError, checked, fits, stage_name
 from toolkit.evaluation import HeldOut, read_scores
 from toolkit.ranks import RANK
 
@@ -55,7 +56,7 @@ def naming(file: Path) -> Iterator[None]:
     """Turn any error that a damaged file causes into a UsageError that names the file."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         raise UsageError(f"{file} is damaged: restore it, or use another folder") from None
 
 
@@ -68,22 +69,41 @@ def read_json(file: Path) -> dict[str, Any]:
         return found
 
 
-def bring_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder with everything in it, is on the disk."""
-    for part in (*(path.rglob("*") if path.is_dir() else ()), path):
-        descriptor = os.open(part, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_link(path: str | Path, flags: int) -> int:
+    """An opener for `open`.  It refuses a link, which in a strange folder can lead anywhere, and waits at no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: after a kill the old content is still there."""
+    """Write a file atomically: after a kill the old content is still there.  A link is replaced and not followed."""
+    content = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.unfinished")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    bring_to_disk(aside)
+    aside.unlink(missing_ok=True)
+    with open(aside, "xb", opener=no_link) as file:
+        file.write(content)
+    flush(aside)
     aside.replace(path)
+
+
+def check_links(run: Path) -> None:
+    """Raise UsageError for a link in a run's folder, because training would write to where it points, and for a pipe.
+
+    This program makes one link, `best`.  wandb makes its own, anew in each run.
+    """
+    for path in run.rglob("*"):
+        mode = path.lstat().st_mode
+        if path != run / "best" and run / "wandb" not in path.parents and not (S_ISREG(mode) or S_ISDIR(mode)):
+            raise UsageError(f"{path} is a {'link' if S_ISLNK(mode) else 'special file'}: remove it, because training "
+                             "writes to the files of a run's folder")  # fmt: skip
 
 
 def point(link: Path, name: str) -> None:
@@ -122,12 +142,13 @@ class Step:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Step:
-        """One line of rollouts.jsonl."""
+        """One line of rollouts.jsonl.  Any error means that it is damaged."""
         attempts = (
-            Attempt(done["source"], float(done["reward"]), tuple(game["max_tile"] for game in done["results"]),
-                    done["works"] == "load" and not done["cheating"], done["cheating"])
+            Attempt(checked(done["source"], str | None), checked(done["reward"], float),
+                    tuple(checked(game["max_tile"], int) for game in done["results"]),
+                    done["works"] == "load" and not done["cheating"], checked(done["cheating"], str))
             for done in row["completions"])  # fmt: skip
-        return cls(stage_name(row["size"], row["target"]), tuple(attempts))
+        return cls(stage_name(checked(row["size"], int), checked(row["target"], int)), tuple(attempts))
 
 
 def read_rollouts(file: Path) -> dict[int, Step]:
@@ -247,15 +268,16 @@ def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
     """
     keep_config(run, written)
     write_whole(written / DIGESTS, json.dumps(digests(written), indent=2) + "\n")
-    bring_to_disk(written)
+    for part in (*written.rglob("*"), written):
+        flush(part)
     place = run / written.name
     shutil.rmtree(place, ignore_errors=True)  # a damaged checkpoint of the same step
     if (run / "rollouts.jsonl").exists():  # a run resumes from both
-        bring_to_disk(run / "rollouts.jsonl")
+        flush(run / "rollouts.jsonl")
     written.rename(place)
     if best:
         point(run / "best", written.name)
-    bring_to_disk(run)
+    flush(run)
     for old in checkpoints(run)[keep:]:
         if old.resolve() != (run / "best").resolve():
             shutil.rmtree(old, ignore_errors=True)
@@ -326,7 +348,7 @@ def git_state() -> dict[str, Any]:
 @cache  # keeps the file open, and so the lock, until this process ends
 def lock(run: Path) -> io.TextIOBase:
     """Claim a run's folder for this process.  Raises UsageError if another process trains in it."""
-    file = (run / ".lock").open("w")
+    file = open(run / ".lock", "a", opener=no_link)  # noqa: SIM115 - as above; open until the end
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -360,15 +382,21 @@ def open_run(config: RunConfig) -> Path:
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
         lock(run)
+        check_links(run)
         result = read_json(run / "result.json")
         if newest := newest_checkpoint(run, lambda _: None):  # a damaged run is left as it is
             first_lines(run / "rollouts.jsonl", step_of(newest))
         elif result:
             raise UsageError(f"{run} has no checkpoint to train on from: choose another --run-name")
-        if longer:
-            if result:
-                (run / "result.json").rename(run / f"result-{result['steps']}.json")
-            write_whole(run / "config.json", json.dumps(stored | {"steps": steps}, indent=2) + "\n")
+        if longer and result:
+            with naming(run / "result.json"):  # its steps become part of a name
+                (run / "result.json").rename(run / f"result-{int(result['steps'])}.json")
+        kept = read_json(run / "config.json")
+        changed = kept | ({"steps": steps} if longer else {})
+        if getattr(config, "unsafe_no_jail", False):  # once without the jail: every later result says so
+            changed["unsafe_no_jail"] = True
+        if changed != kept:
+            write_whole(run / "config.json", json.dumps(changed, indent=2) + "\n")
         point(config.output_dir / "latest", name)
     except OSError as error:
         place = run if os.access(run, os.F_OK) else config.output_dir
@@ -379,30 +407,57 @@ def open_run(config: RunConfig) -> Path:
 def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
     """The folder of the run to resume: the one named, or with `resume` alone the newest; None for a new run.
 
-    Raises UsageError if `resume` is set and there is no such run.
+    Raises UsageError if `resume` is set and there is no such run, or if `latest` leads out of `output_dir`.
     """
     run = output_dir / (name or "latest")
     if (name or resume) and os.access(run / "config.json", os.F_OK):  # False also for a name that no file can have
+        if not name and run.resolve().parent != output_dir.resolve():
+            raise UsageError(f"{run} leads out of {output_dir}: name the run with --output-dir and --run-name")
         return run.resolve()
     if resume:
         raise UsageError(f"there is no run {run} to resume: leave --resume out")
     return None
 
 
-def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
-    """A run's config.  Fields that its version did not have get their defaults.
+# What reaches beyond a run's folder is decided on the command line each time and never by a file, which may be someone
+# else's: whether programs are jailed, and where completions and curves go.  Each option's harmless values, the default
+# first.  No other stored option names a place: a model is data (weights, not code), and the output is where the run is.
+PERMISSIONS: dict[str, tuple[Any, ...]] = {
+    "unsafe_no_jail": (False,), "vllm_server": ("",), "report_to": ("tensorboard", "none"),
+}  # fmt: skip
 
-    Raises UsageError for a value of another type than its default.
+
+def stored_config(run: Path, kind: type[AnyConfig]) -> AnyConfig:
+    """A run's config, without permissions.  Fields that its version did not have get their defaults.
+
+    Raises UsageError for a value of another type than its field.
     """
+    stored, known = read_json(run / "config.json"), dict[str, Any]()
+    for name, hint in get_type_hints(kind).items():
+        if name not in stored or name in ("output_dir", "run_name", "resume", "json"):
+            continue
+        value = stored[name]
+        if not fits(value, hint):
+            raise UsageError(f"{run / 'config.json'}: {name} cannot be {value!r}: restore it, or begin a new run")
+        if value in PERMISSIONS.get(name, (value,)):
+            known[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**known | {"output_dir": run.parent, "run_name": run.name})
+
+
+def permissions(config: Any) -> list[str]:
+    """The permissions that a config has, as words of a command line."""
+    words: list[str] = []
+    for name, harmless in PERMISSIONS.items():
+        if (value := getattr(config, name)) not in harmless:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return words
+
+
+def forgotten(run: Path, config: RunConfig) -> list[str]:
+    """The permissions with which a run began and which this config does not have, as options."""
     stored = read_json(run / "config.json")
-    stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-    known = {field.name: stored[field.name] for field in dataclasses.fields(kind) if field.name in stored}
-    for field in dataclasses.fields(kind):
-        like, value = field.default, known.get(field.name)
-        kinds = (int, float) if type(like) in (int, float) else type(like)
-        if isinstance(like, int | float | str | tuple) and field.name in known and not isinstance(value, kinds):
-            raise UsageError(f"{run / 'config.json'}: {field.name} cannot be {value!r}: restore it, or begin a new run")
-    return kind(**known | {"output_dir": run.parent, "run_name": run.name, "resume": False, "json": False})
+    return [f"--{name.replace('_', '-')}" for name, harmless in PERMISSIONS.items()
+            if stored.get(name, harmless[0]) not in harmless and getattr(config, name) in harmless]  # fmt: skip
 
 
 def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
@@ -494,25 +549,35 @@ def blaming_the_folder(run: Path) -> Iterator[None]:
 
 
 class Interruption:
-    """Handles Ctrl-C and SIGTERM.  During training the first one lets the step end, the second stops at once."""
+    """Handles Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes.
+
+    During training the first one lets the step end, and a second Ctrl-C or SIGTERM stops at once.  A closing terminal
+    sends SIGHUP twice, by its shell and by the kernel, so only the first one counts.  Under nohup none does.
+    """
 
     def __init__(self) -> None:
         self.signal = 0  # the first that came
         self.waits = False  # whether a step is under way
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
+        if signal.SIGHUP in self._before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if self.signal or not self.waits:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.signal = number
-        os.write(2, b"\nending this step; interrupt again to stop at once\n")
+        with contextlib.suppress(OSError):  # the terminal is gone
+            os.write(2, b"\nending this step; interrupt again to stop at once\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -562,6 +627,8 @@ def read_game(file: Path) -> dict[str, Any]:
         if game:
             cells, tiles = range(game["size"] ** 2), (0, 2, 4)
             moves = all(way in range(4) and cell in cells and tile in tiles[1:] for way, cell, tile in game["moves"])
+            for name in ("score", "max_tile"):
+                checked(game[name], int)
             if len(game["start"]) != len(cells) or not set(game["start"]) <= set(tiles) or not moves:
                 raise ValueError
     return game

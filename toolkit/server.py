@@ -7,20 +7,20 @@ the server has cached of an older one cannot be taken for the new one.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
-import http.client
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,12 @@ from toolkit import VLLM, UsageError, tiny, visible
 from toolkit.export import full_precision, write_adapter
 from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
 from toolkit.ranks import by_first_rank, whole_weights
+from toolkit.runs import no_link
 
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step
 LOG = "vllm.log"  # in the run's folder
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy knows no server of this machine
+KEY = "VLLM_API_KEY"  # the environment's variable with the key, for the server as for who asks it
 
 
 class ServerConfig(ModelConfig, Protocol):
@@ -52,31 +53,48 @@ class Server:
 
     largest = 1 << 28  # bytes of an answer
 
-    def __init__(self, url: str, log: str = "its log") -> None:
+    def __init__(self, url: str, log: str = "its log", key: str = "") -> None:
         self._url, self._log = url.rstrip("/"), log
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key:
+            if not re.fullmatch("[!-~]+", key):  # an error about the header would show it
+                raise UsageError("the server's key must be one word of ASCII characters")
+            self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
         """The answer to a GET, or with a body to a POST."""
-        data = None if body is None else json.dumps(body).encode()
+        import httpx
+
         try:
-            asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-            try:
-                with DIRECT.open(asked, timeout=seconds) as answer:
-                    return self._read(answer, time.monotonic() + seconds)
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.read(300).decode(errors='replace')}"
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = str(getattr(error, "reason", error))
+            status, answer = asyncio.run(self._exchange(path, body, seconds))
+            if status == 200:
+                return answer
+            reason = f"{status} {answer[:300].decode(errors='replace')}"
+        except TimeoutError:
+            reason = f"its answer does not end in {seconds:g} s"
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
         raise self._failed(path, visible(reason)[:300])
 
-    def _read(self, answer: http.client.HTTPResponse, deadline: float) -> bytes:
-        """A whole answer.  A timeout of the connection would begin anew with every byte."""
-        read = bytearray()
-        while part := answer.read1(1 << 16):
-            read += part
-            if len(read) > self.largest or time.monotonic() > deadline:
-                raise OSError(f"its answer does not end: {len(read)} bytes so far")
-        return bytes(read)
+    async def _exchange(self, path: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytes]:
+        """The status and the whole answer.
+
+        The deadline holds for all of it, from the connection to the last trailer.  httpx's own timeouts begin anew with
+        every byte.  No proxy is asked, because none knows a server of this machine.
+        """
+        import httpx
+
+        data, read = None if body is None else json.dumps(body).encode(), bytearray()
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(trust_env=False, timeout=None, verify=ssl.create_default_context()) as client,
+            client.stream("POST" if data else "GET", self._url + path, content=data, headers=self._headers) as answer,
+        ):
+            async for part in answer.aiter_raw():
+                read += part
+                if len(read) > self.largest:
+                    raise ValueError(f"its answer does not end: {len(read)} bytes so far")
+        return answer.status_code, bytes(read)
 
     def _failed(self, path: str, reason: str) -> UsageError:
         return UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")
@@ -102,6 +120,11 @@ class Server:
             raise self._failed("/v1/completions", "no completions with token ids and log-probabilities") from None
 
 
+def named(url: str) -> Server:
+    """The server of --vllm-server, with its key from the environment."""
+    return Server(url, key=os.environ.get(KEY, ""))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A server of the program's own
 
@@ -123,13 +146,17 @@ def command(model: str, config: ServerConfig, memory: float, port: int) -> list[
     return [str(VLLM / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *words]
 
 
-def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
-    """Start a server that ends with this process.  Returns its URL once it answers.  Raises UsageError."""
+def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> Server:
+    """Start a server that ends with this process.  Returns it once it answers.  Raises UsageError.
+
+    It loads any adapter that it is told to, so it has a key, which other users of this machine cannot read.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     memory = memory_needed(model, config).get(SERVER, 24e9) / machine.memory
-    environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    server = Server(f"http://127.0.0.1:{port}", str(run / LOG), key := secrets.token_hex(16))
+    environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", KEY: key}
     parent = os.getpid()
 
     def end_with_the_trainer() -> None:
@@ -137,15 +164,15 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> str:
         if os.getppid() != parent:
             os._exit(1)
 
-    with (run / LOG).open("a") as log:
+    with open(run / LOG, "a", opener=no_link) as log:
         process = subprocess.Popen(command(model, config, memory, port), env=environment, stdout=log, stderr=log,
                                    start_new_session=True, preexec_fn=end_with_the_trainer)  # fmt: skip
     atexit.register(process.terminate)
-    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    began = time.monotonic()
     while time.monotonic() - began < START_SECONDS and process.poll() is None:
         with contextlib.suppress(UsageError):
-            Server(url).ask("/health", seconds=5)
-            return url
+            server.ask("/health", seconds=5)
+            return server
         time.sleep(1)
     process.terminate()
     raise UsageError(f"vLLM did not start: see {run / LOG}")
@@ -196,10 +223,7 @@ class Sampler:
 def sample_with_vllm(trainer: Any, config: ServerConfig, run: Path) -> None:
     """Let a trainer sample its completions from a vLLM server: the one named, or one that is started here."""
     base = full_precision(trainer.model.peft_config["default"].base_model_name_or_path)
-    if config.vllm_server:
-        server = Server(config.vllm_server)
-    else:
-        server = Server(start(base, config, find_machine(), run), str(run / LOG))
+    server = named(config.vllm_server) if config.vllm_server else start(base, config, find_machine(), run)
     trainer.vllm_generation = Sampler(trainer, server, base, run)
     # What the trainers set themselves when they start with a server of TRL's own kind.
     trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1

@@ -380,12 +380,13 @@ class Progress:
         """Take note of all steps before a checkpoint.  Later ones are forgotten."""
         rows = by_first_rank(partial(runs.rewind, self.run / "rollouts.jsonl", step))
         history = runs.read_json(checkpoint / "trainer_state.json")["log_history"]
-        for row, logs in zip(rows, (logs for logs in history if "loss" in logs), strict=True):
-            self._rollouts.add(row)
-            step_summary = StepSummary.of(row, self._rollouts.flat, logs["games/random_won"])
-            self._note(step_summary)
-            self._watcher.look(step_summary, logs)
-            self._spent = logs["seconds/spent"]
+        with runs.naming(self.run / "rollouts.jsonl"):
+            for row, logs in zip(rows, (logs for logs in history if "loss" in logs), strict=True):
+                self._rollouts.add(row)
+                step_summary = StepSummary.of(row, self._rollouts.flat, logs["games/random_won"])
+                self._note(step_summary)
+                self._watcher.look(step_summary, logs)
+                self._spent = logs["seconds/spent"]
 
     def _note(self, step: StepSummary) -> None:
         if self._summary and step.stage != self._summary.stage:
