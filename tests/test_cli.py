@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import gpt_2048_rl as program
+from mini import __main__ as mini
 from tests.helpers import HELD_OUT, HONEST, run, run_python
 from toolkit import cli
 from toolkit.machine import resolve_model
@@ -136,14 +137,20 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert out == ""
 
 
-@pytest.mark.parametrize(("theirs", "ours"), cli.ELSEWHERE.items())
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(theirs, ours) for ours, *others in cli.SYNONYMS for theirs in others]
+)
 def test_names_that_people_know_from_elsewhere_are_answered_with_ours(
     theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """TRL's --num_generations was an unknown option like any other."""
-    assert ours in {field.name for field in dataclasses.fields(program.TrainConfig)}
     assert program.main([f"--{theirs}=4"]) == 2
     assert f"no option --{theirs} (take {cli.spelled(ours)}; see" in capsys.readouterr().err
+
+
+def test_mini_answers_with_its_own_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mini.main(["chess", "--num-generations", "4"]) == 2
+    assert "no option --num-generations (take --k-samples; see" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_answered_without_reading_the_comments_of_all() -> None:

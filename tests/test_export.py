@@ -396,6 +396,7 @@ def test_transformers_5_still_reads_its_own_rope(kind: str, tmp_path: Path) -> N
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == before
 
 
+@pytest.mark.slow
 @pytest.mark.optional
 @needs_transformers4
 @pytest.mark.parametrize("kind", ["Qwen3", "GptOss"])
@@ -406,11 +407,13 @@ def test_transformers_4_reads_the_rope_of_transformers_5(kind: str, tmp_path: Pa
     export.for_transformers_4(tmp_path)
     code = ("import json, sys; from transformers import AutoConfig; c = AutoConfig.from_pretrained(sys.argv[1]); "
             "print(json.dumps({'rope_type': 'default', **(c.rope_scaling or {}), 'rope_theta': c.rope_theta}))")
-    done = subprocess.run([TRANSFORMERS4 / "bin/python", "-c", code, tmp_path], capture_output=True, text=True)
+    words = [str(TRANSFORMERS4 / "bin/python"), "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == AutoConfig.from_pretrained(tmp_path).rope_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.optional
 @needs_transformers4
 @pytest.mark.parametrize("format", ["lora", "merged_16bit"])
@@ -423,7 +426,8 @@ def test_transformers_4_gives_the_same_greedy_answers(learned: Path, format: str
     arguments = [tmp_path / "out", base if format == "lora" else tmp_path / "out", prompts]
     answers = []
     for python in (sys.executable, TRANSFORMERS4 / "bin/python"):
-        done = subprocess.run([python, "-c", GREEDY, *arguments], capture_output=True, text=True)
+        words = [str(python), "-c", GREEDY, *map(str, arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout.splitlines()[-1]))
     assert answers[0] == answers[1]

@@ -17,7 +17,7 @@ from toolkit import UsageError, machine
 
 STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
         "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-seconds", 1, *HELD_OUT)  # fmt: skip
-SMALL = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+SMALL: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": SMALL, "Qwen2": SMALL, "Qwen3": SMALL | {"head_dim": 16}, "Mistral": SMALL,
@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save_random(family: str, base: Path, folder: Path, without: str = "", **shape: Any) -> Path:
     """A random model of a family, with a tokenizer that may lack its pad token or its chat template."""
+    import torch
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
@@ -34,6 +35,7 @@ def save_random(family: str, base: Path, folder: Path, without: str = "", **shap
     if without:
         setattr(tokenizer, without, None)
     config = getattr(transformers, f"{family}Config")(**shape, **ends)
+    torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -54,18 +54,30 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
 
-ELSEWHERE = {  # options of TRL, transformers and the public notebook, and what stands for each of them here
-    "num_generations": "generations", "group_size": "generations", "max_steps": "steps", "num_train_epochs": "steps",
-    "max_completion_length": "max_new_tokens", "max_tokens": "max_new_tokens",
-    "per_device_train_batch_size": "batch_size", "per_device_eval_batch_size": "eval_batch_size",
-    "gradient_accumulation_steps": "accumulation", "lr": "learning_rate", "lr_scheduler_type": "lr_schedule",
-    "warmup_ratio": "warmup_steps", "kl_coef": "beta", "clip_range": "epsilon", "model_name": "model",
-    "model_name_or_path": "model", "load_in_4bit": "weights",
-    "load_in_16bit": "weights", "r": "lora_rank", "lora_r": "lora_rank", "target_modules": "adapt",
-    "reasoning_effort": "reasoning", "use_vllm": "sampler", "vllm_mode": "sampler",
-    "vllm_server_base_url": "vllm_server", "save_total_limit": "keep", "resume_from_checkpoint": "resume",
-    "board_size": "ladder",
-}  # fmt: skip
+SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers and the public notebook
+    ("generations", "k_samples", "num_generations", "group_size"),
+    ("steps", "iters", "max_steps", "num_train_epochs"),
+    ("max_new_tokens", "max_completion_length", "max_tokens"),
+    ("batch_size", "per_device_train_batch_size"),
+    ("eval_batch_size", "per_device_eval_batch_size"),
+    ("accumulation", "gradient_accumulation_steps"),
+    ("learning_rate", "lr"),
+    ("lr_schedule", "lr_scheduler_type"),
+    ("warmup_steps", "lr_warmup", "warmup_ratio"),
+    ("beta", "kl_coef"),
+    ("epsilon", "clip_range"),
+    ("model", "init", "model_name", "model_name_or_path"),
+    ("weights", "load_in_4bit", "load_in_16bit"),
+    ("lora_rank", "r", "lora_r"),
+    ("adapt", "target_modules"),
+    ("reasoning", "reasoning_effort"),
+    ("sampler", "use_vllm", "vllm_mode"),
+    ("vllm_server", "vllm_server_base_url"),
+    ("keep", "save_total_limit"),
+    ("resume", "resume_from_checkpoint"),
+    ("report_to", "track"),
+    ("ladder", "board_size"),
+)
 
 
 def spelled(name: str) -> str:
@@ -84,11 +96,11 @@ def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:
         if not re.match("--?[A-Za-z]", word) or name in ("h", "help") or name.startswith("tyro_"):
             continue
         if name not in names and name.removeprefix("no_") not in names:
-            ours = ELSEWHERE.get(name)
+            same = [each for group in SYNONYMS if name in group for each in names if each in group]
             similar = [each for each in names if len(name) > 2 and name in each]
             similar = similar or difflib.get_close_matches(name, names)
             options = ", ".join(map(spelled, sorted(similar)))
-            found = f"take {spelled(ours)}; " if ours in names else f"similar: {options}; " * bool(options)
+            found = f"take {spelled(same[0])}; " if same else f"similar: {options}; " * bool(options)
             raise UsageError(f"no option {word.partition('=')[0]} ({found}see {prog} --help)")
 
 

@@ -113,7 +113,7 @@ class TrainingView:
         if best:
             source, tile, found = best
             used = len(self._console.render_lines(Group(*parts)))
-            most = self._console.height - used - 3  # its two borders, and "..."
+            most = self._console.height - used - 4  # its two borders, "...", and the cursor's line
             shown = Text(excerpt(source, step.usual, max(1, most)), overflow="ellipsis", no_wrap=True)
             title = f"best program so far, without the usual lines: mean tile {tile:.0f} in step {found}"
             parts.append(Panel(shown, title=title, expand=False))
