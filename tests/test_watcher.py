@@ -127,6 +127,15 @@ def test_the_view_fits_a_small_terminal() -> None:
     assert "distinct  90%" in shown
 
 
+def test_a_small_terminal_shows_what_matters_first() -> None:
+    """The warning stood below the curve and the ends of the games, where a program pushed it out of 24 lines."""
+    trouble = "the jail ends most games (`detail` in rollouts.jsonl says why): lower --temperature or --learning-rate"
+    shown = last_view(["", trouble], "\n".join(f"line {i}" for i in range(50)), width=80, height=24)
+    assert len(shown.splitlines()) <= 24
+    places = [shown.index(part) for part in ("step 2/9", "warning: ", "won", "reward ▁█", "games: ", "best program")]
+    assert places == sorted(places)
+
+
 def test_of_a_program_the_view_shows_what_others_do_not_have() -> None:
     """The panel ended before the part in which good programs differ."""
     usual = ["def slide(row):", "    return row", "def strategy(board):"]

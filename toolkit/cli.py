@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import difflib
 import errno
 import inspect
 import io
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from toolkit import VLLM, UsageError, bars, objectives, trackers
 from toolkit.ranks import RANK, RANKS, SHARDED
@@ -55,8 +56,89 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
 
+SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers and the public notebook
+    ("generations", "k_samples", "num_generations", "group_size"),
+    ("steps", "iters", "max_steps", "num_train_epochs"),
+    ("max_new_tokens", "max_completion_length", "max_tokens"),
+    ("batch_size", "per_device_train_batch_size"),
+    ("eval_batch_size", "per_device_eval_batch_size"),
+    ("accumulation", "gradient_accumulation_steps"),
+    ("learning_rate", "lr"),
+    ("lr_schedule", "lr_scheduler_type"),
+    ("warmup_steps", "lr_warmup", "warmup_ratio"),
+    ("beta", "kl_coef"),
+    ("epsilon", "clip_range"),
+    ("model", "init", "model_name", "model_name_or_path"),
+    ("weights", "load_in_4bit", "load_in_16bit"),
+    ("lora_rank", "r", "lora_r"),
+    ("adapt", "target_modules"),
+    ("reasoning", "reasoning_effort"),
+    ("sampler", "use_vllm", "vllm_mode"),
+    ("vllm_server", "vllm_server_base_url"),
+    ("keep", "save_total_limit"),
+    ("resume", "resume_from_checkpoint"),
+    ("report_to", "track"),
+    ("ladder", "board_size"),
+)
+
+
+def spelled(name: str) -> str:
+    """A field's name as an option."""
+    return "--" + name.replace("_", "-")
+
+
+def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:
+    """Raise UsageError for an option that a command does not have.
+
+    tyro would read the comments of all options to find similar ones, which takes most of the time of its answer.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]
+    for word in argv:
+        name = re.sub("^--?|=.*", "", word, flags=re.DOTALL).replace("-", "_")
+        if not re.match("--?[A-Za-z]", word) or name in ("h", "help") or name.startswith("tyro_"):
+            continue
+        if name not in names and name.removeprefix("no_") not in names:
+            same = [each for group in SYNONYMS if name in group for each in names if each in group]
+            similar = [each for each in names if len(name) > 2 and name in each]
+            similar = similar or difflib.get_close_matches(name, names)
+            options = ", ".join(map(spelled, sorted(similar)))
+            found = f"take {spelled(same[0])}; " if same else f"similar: {options}; " * bool(options)
+            raise UsageError(f"no option {word.partition('=')[0]} ({found}see {prog} --help)")
+
+
+def wanted(kind: type[Any], name: str) -> str:
+    """What an option takes, with its default as the example."""
+    usual = getattr(kind, name, None)
+    values = list(usual) if isinstance(usual, tuple) else [usual] if usual else []
+    words = re.findall(r"\w+", str(get_type_hints(kind).get(name)))
+    noun = "whole number" if "int" in words else "number" if "float" in words else "value"
+    like = f", like {' '.join(map(str, values[:3]))}" if values else ""
+    return (f"{noun}s" if isinstance(usual, tuple) else f"a {noun}") + like
+
+
+def in_plain_words(said: str, kind: type[Any], argv: Sequence[str]) -> str:
+    """What tyro says of a command line, without what Python says of the value."""
+    option = found[0] if (found := re.search("--[a-z][a-z-]*", said)) else ""
+    name = option[2:].replace("-", "_")
+    if found := re.fullmatch(r"Error parsing .*?(?:base 10|to float|for arguments): \[?(.*?)\]?", said):
+        return f"{option} takes {wanted(kind, name)}, not {found[1]}"
+    if found := re.fullmatch(r"invalid choice (.*) for argument .*\. Expected one of \((.*)\)\.", said):
+        return f"{option} is one of {found[2].replace(chr(39), '')}, not {found[1]}"
+    if found := re.fullmatch(r"Missing from (.*?): [A-Z]+ (.*) \(required\)", said):
+        return f"{found[1]} needs {found[2]}"
+    if said.startswith("Missing value"):
+        return f"{option} needs {wanted(kind, name)}"
+    if said.startswith("Unrecognized options: "):
+        extra = said.removeprefix("Unrecognized options: ").split(", ")[0]
+        before = argv[argv.index(extra) - 1] if extra in argv[1:] else ""
+        switch = isinstance(getattr(kind, before[2:].replace("-", "_"), None), bool)
+        return f"{before} takes no value: leave out {extra}" if switch else f"{extra} belongs to no option"
+    return said
+
+
 def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:
     """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
+    check_names(kind, argv, prog)
     import tyro
 
     groups = len(kind.__bases__) > 1  # with fewer, all options stand under one heading
@@ -72,9 +154,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
             raise
         lines = [line.strip("│ ") for line in complaint.getvalue().splitlines()[1:]]
         parts = (list(part) for empty, part in groupby(lines, lambda line: not line.strip("─╰╯-")) if not empty)
-        said = " ".join(next(parts))
-        similar = ", ".join(line.split()[0] for line in lines if re.match("--[a-z]", line) and "Unrecog" in said)
-        raise UsageError(f"{said} ({f'similar: {similar}; ' * bool(similar)}see {prog} --help)") from None
+        raise UsageError(f"{in_plain_words(' '.join(next(parts)), kind, argv)} (see {prog} --help)") from None
     if groups:
         parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
     return parsed

@@ -31,10 +31,11 @@ from toolkit.machine import (
     check_download,
     check_model,
     download_size,
+    library_versions,
     load_plain,
     parameter_shapes,
 )
-from toolkit.runs import checkpoints, keep_config, read_json
+from toolkit.runs import TRAINING, checkpoints, keep_config, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -250,13 +251,48 @@ def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, fl
     return packed, left / (size or 1.0), math.sqrt(error / (size or 1.0))
 
 
+def find_run(source: Path) -> Path:
+    """The run's folder that a source is, or lies in; the source itself if there is no run."""
+    return next((folder for folder in (source, source.parent) if (folder / "config.json").is_file()
+                 and "recipe" in read_json(folder / "config.json")), source)  # fmt: skip
+
+
+def for_transformers_4(folder: Path) -> None:
+    """Let transformers 4 read a folder that transformers 5 wrote.
+
+    It does not know the tokenizer's new class name and list of tokens.  It looks for `rope_theta` and `rope_scaling`,
+    and without them takes its defaults without a word.  transformers 5 reads these names too.
+    """
+
+    def rewrite(name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        if found := read_json(folder / name):
+            (folder / name).write_text(json.dumps(change(found), indent=2) + "\n", encoding="utf-8")
+
+    def tokenizer(found: dict[str, Any]) -> dict[str, Any]:
+        if found.get("tokenizer_class") == "TokenizersBackend":
+            found["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(found.get("extra_special_tokens"), list):
+            found["additional_special_tokens"] = found.pop("extra_special_tokens")
+        return found
+
+    def model(found: dict[str, Any]) -> dict[str, Any]:
+        rope = dict(found.get("rope_parameters") or {})
+        if "rope_theta" not in rope:  # none, or one for each kind of layer
+            return found
+        found |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        return found | {"rope_scaling": rope if rope.get("rope_type", "default") != "default" else None}
+
+    rewrite("tokenizer_config.json", tokenizer)
+    rewrite("config.json", model)
+
+
 def write_merged(
-    adapted: PeftModel, tokenizer: Any, format: str, experts: str, folder: Path, say: Callable[[str], None]
+    adapted: PeftModel, tokenizer: Any, config: ExportConfig, folder: Path, say: Callable[[str], None]
 ) -> None:
     """Write a model with its adapter merged into it: in bfloat16, with its experts in MXFP4, or as GGUF."""
     import torch
 
-    packed: dict[str, torch.Tensor] = {}
+    experts, packed = experts_of(config), dict[str, torch.Tensor]()
     if experts == "mxfp4":
         say("rounding the experts to four bits")
         packed, left, error = pack_experts(adapted)
@@ -267,7 +303,7 @@ def write_merged(
     weights = model.state_dict()
     if packed:
         weights = {name: tensor for name, tensor in weights.items() if not EXPERT_WEIGHTS.search(name)} | packed
-    if format == "gguf":
+    if config.format == "gguf":
         folder.mkdir()
         llamacpp.write_model(folder / "model.gguf", weights, model.config, tokenizer, experts)
         (folder / "Modelfile").write_text(llamacpp.modelfile(tokenizer), encoding="utf-8")
@@ -275,6 +311,9 @@ def write_merged(
     if packed:
         model.config.quantization_config = MXFP4_CONFIG
     model.hf_quantizer = None  # it describes the weights as they were loaded
+    # The files of the base may name a temperature, top-k and top-p; programs sampled without them in training.
+    asked = read_json(find_run(config.source) / "config.json") or read_json(config.source / TRAINING)
+    model.generation_config.update(do_sample=True, temperature=asked.get("temperature", 1.0), top_k=0, top_p=1.0)
     # With save_original_format, transformers leaves out the experts of a gpt-oss that was unpacked.
     model.save_pretrained(folder, state_dict=weights, save_original_format=model.config.model_type != "gpt_oss")
 
@@ -362,7 +401,8 @@ def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
     settings, this = json.dumps(config, indent=2), FORMATS[format]
     return MODEL_CARD.format(
         library=this.library, kind=this.kind, use=this.use, results=results_table(result),
-        verified=f"\nCompared with the model as trained, on held-out prompts: {verified}.\n" if verified else "",
+        verified=(f"\nCompared with the model as trained, on held-out prompts. {verified}.\n" if verified else
+                  "\nIt was not compared with the model as trained.\n"),
         base="" if Path(base).is_dir() else f"\nbase_model: {base}",
         name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
         config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",
@@ -408,12 +448,6 @@ def find_adapter(source: Path) -> Path:
     raise UsageError(f"{source} holds no adapter: {instead}")
 
 
-def find_run(source: Path) -> Path:
-    """The run's folder that a source is, or lies in; the source itself if there is no run."""
-    return next((folder for folder in (source, source.parent) if (folder / "config.json").is_file()
-                 and "recipe" in read_json(folder / "config.json")), source)  # fmt: skip
-
-
 def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
     from transformers import AutoConfig
@@ -454,9 +488,10 @@ def write_format(
         llamacpp.write_adapter(made / "adapter.gguf", load_file(lora / "adapter_model.safetensors"),
                                AutoConfig.from_pretrained(base), read_json(lora / "adapter_config.json"))  # fmt: skip
     else:
-        write_merged(adapted, AutoTokenizer.from_pretrained(lora), config.format, experts_of(config), made, say)
+        write_merged(adapted, AutoTokenizer.from_pretrained(lora), config, made, say)
     for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
         shutil.copy(file, made)  # the tokenizer
+    for_transformers_4(made)
 
 
 def served(config: ExportConfig, made: Path, base: str, scratch: Path) -> verify.Logits:
@@ -468,6 +503,13 @@ def served(config: ExportConfig, made: Path, base: str, scratch: Path) -> verify
     model, tokenizer = load_plain(base, "auto")
     llamacpp.write_model(scratch / "base.gguf", model.state_dict(), model.config, tokenizer, "bf16")  # MXFP4 fits in it
     return llamacpp.served_by_llamacpp(scratch / "base.gguf", made / "adapter.gguf")
+
+
+def serving_program(format: str) -> str:
+    """The program that `served` asks, with its version."""
+    names = {"lora": ("transformers", "peft"), "gguf": ("llama-cpp-python",), "gguf_lora": ("llama-cpp-python",)}
+    return " with ".join(f"{name} {version}" for name, version in
+                         library_versions(names.get(format, ("transformers",))).items())  # fmt: skip
 
 
 def write_export(
@@ -487,6 +529,7 @@ def write_export(
         write_adapter(adapter, base, lora)
         tokenizer = AutoTokenizer.from_pretrained(adapter)
         tokenizer.save_pretrained(lora)
+        for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")
         adapted: Any = None
         try:
@@ -503,6 +546,7 @@ def write_export(
             found = verify.compare(answers, served(config, made, base, Path(scratch)))
             report = verify.report(found, config.format, this.exact, this.instead)
             say(report)
+            report = f"{serving_program(config.format)} ran it: {report}"
         (made / "README.md").write_text(model_card(base, config.format, run, report), encoding="utf-8")
         keep_config(run, made)
         if folder.exists():

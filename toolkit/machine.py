@@ -322,7 +322,8 @@ def check_template(name: str, files: Container[str], read: Callable[[str], Path 
     if "chat_template.jinja" in files or "chat_template.json" in files or "tokenizer_config.json" not in files:
         return
     if not read_json(Path(read("tokenizer_config.json"))).get("chat_template"):
-        raise UsageError(f"{name} has no chat template, so it cannot chat: try {instruct_variant(name)}")
+        instead = "take its instruct variant" if Path(name).is_dir() else f"try {instruct_variant(name)}"
+        raise UsageError(f"{name} has no chat template, so it cannot chat: {instead}")
 
 
 def check_hub(name: str) -> None:
@@ -370,8 +371,11 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
         kept = (layout_of(base), base == smollm2.folder())  # are made again
         if base and base.is_absolute() and not base.exists() and not any(kept):
             raise UsageError(f"{name} is an adapter to {base}, which does not exist any more: put that model back")
+        files = {file.name for file in folder.iterdir()}
+        if base is None and not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"}:
+            raise UsageError(f"{name} holds a model without its tokenizer: put the tokenizer's files beside it")
         if base is None:
-            check_template(name, {file.name for file in folder.iterdir()}, folder.joinpath)
+            check_template(name, files, folder.joinpath)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         try:
             check_hub(name)
@@ -380,6 +384,29 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
     elif name not in made_here:
         raise UsageError(f"model {name!r} is neither auto, {', '.join(made_here)}, a folder that exists nor a hub id "
                          "like owner/name")  # fmt: skip
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the layers of attention that get adapters
+TRIED = "Llama, Qwen2, Qwen3, Mistral, Gemma 2, gpt-oss"  # families that trained a step
+
+
+def check_layers(name: str) -> str:
+    """What to say of a model that lacks layers which get adapters; "" if it has all of them.
+
+    Raises UsageError for a model that has none, before its weights are loaded.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        layers = {part for parameter in parameter_shapes(config) for part in parameter.split(".")}
+    except Exception:  # transformers does not know every architecture; loading will tell
+        return ""
+    missing = [layer for layer in ATTENTION if layer not in layers]
+    lacks = f"{name} is a {config.model_type}, whose attention has no layers named {', '.join(missing)}"
+    if missing == [*ATTENTION]:
+        raise UsageError(f"{lacks}, which are trained here: take a model of another family ({TRIED})")
+    return f"{lacks}: less of it is trained" if missing else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,6 +552,8 @@ def prepare(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    if hasattr(config, "lora_rank") and name != "tiny" and (lacks := check_layers(name)):
+        say(lacks)
     machine = find_machine()
     choice = choose_weights(machine, name, config)
     config = dataclasses.replace(config, weights=choice.weights)  # type: ignore[type-var]

@@ -76,7 +76,9 @@ def unended(trainer: Any, batch: dict[str, Any]) -> float:
     import torch
 
     ids, mask = batch["completion_ids"], batch["completion_mask"].bool()  # (B, T)
-    length = (mask & (ids != trainer.processing_class.pad_token_id)).sum(1)  # (B,)
+    places = torch.arange(1, ids.shape[1] + 1, device=ids.device)  # (T,)
+    # The last token that is no padding: a model of random weights also samples the pad token, in the middle.
+    length = (places * (mask & (ids != trainer.processing_class.pad_token_id))).amax(1)  # (B,)
     ended = (torch.isin(ids, torch.tensor(trainer.eos_token_ids, device=ids.device)) & mask).any(1)  # (B,)
     return float((~ended & (length < trainer.max_completion_length)).float().mean())
 

@@ -101,18 +101,20 @@ class TrainingView:
         ends = "  ".join(f"{outcome} {share:.0%}" for outcome, share in step.outcomes.items() if share)
         head = Table.grid(padding=(0, 2))
         head.add_row(count, ProgressBar(self._steps, number, width=30), f"about {timedelta(seconds=round(left))} left")
+        # What matters most stands first: a small terminal shows the first lines.
         parts: list[Any] = [
             head,
+            *([Text(f"warning: {trouble}", style="bold yellow")] if trouble else ()),
             Text(step.line()),
             Text(f"reward {small_curve(self._rewards)}"),
             Text(f"games: {ends}"),
             Text(f"{tokens:.0f} tokens an answer, {seconds:.1f} s a step"),
-            Text(f"warning: {trouble}" if trouble else "", style="bold yellow"),
         ]
         if best:
             source, tile, found = best
-            most = max(4, self._console.height - 10)
-            shown = Text(excerpt(source, step.usual, most), overflow="ellipsis", no_wrap=True)
+            used = len(self._console.render_lines(Group(*parts)))
+            most = self._console.height - used - 4  # its two borders, "...", and the cursor's line
+            shown = Text(excerpt(source, step.usual, max(1, most)), overflow="ellipsis", no_wrap=True)
             title = f"best program so far, without the usual lines: mean tile {tile:.0f} in step {found}"
             parts.append(Panel(shown, title=title, expand=False))
         self._live.update(Group(*parts), refresh=True)
@@ -209,6 +211,14 @@ def show_best(run: Path, step: int, source: str, game: Mapping[str, Any]) -> Non
         write_best(writer, step, source, game)
 
 
+def write_glance(writer: Any, step: StepSummary, number: int, tokens: float) -> None:
+    """What matters most, in TensorBoard.  Its first tab sorts groups by name, and all other curves are in "train"."""
+    curves = {"reward": step.reward, "games won": step.won, "distinct programs": step.distinct,
+              "tokens of an answer": tokens}  # fmt: skip
+    for name, value in curves.items():
+        writer.add_scalar(f"at a glance/{name}", value, number)
+
+
 def write_step(writer: Any, step: int, completions: Sequence[Mapping[str, Any]], texts: bool) -> None:
     """In TensorBoard: a histogram of a step's largest tiles; with `texts`, eight completions with their verdicts."""
     import numpy as np
@@ -265,6 +275,7 @@ def callback(progress: Any) -> Any:
             progress.begin_step()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save |= state.global_step == 1  # so that a run can be resumed from early on
             if progress.end_step():
                 control.should_save = control.should_training_stop = True
 
@@ -424,6 +435,7 @@ class Progress:
         tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
         self._view.step(self.steps, step, tokens, took, warning, self._watcher.trouble, self._best)
         if self._writer:
+            write_glance(self._writer, step, self.steps, tokens)
             saves = self.steps % config.save_steps == 0
             write_step(self._writer, self.steps, self._rollouts.last["completions"], texts=saves)
             if saves and self._best:

@@ -1,0 +1,89 @@
+"""Models of other families: each trains a step, or gets one line that says what to take, before its weights are loaded.
+
+The models are random, in folders, with the embedded model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import preloaded
+from tests.helpers import HELD_OUT
+from toolkit import UsageError, machine
+
+STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
+        "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-seconds", 1, *HELD_OUT)  # fmt: skip
+SMALL: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": SMALL, "Qwen2": SMALL, "Qwen3": SMALL | {"head_dim": 16}, "Mistral": SMALL,
+    "Gemma2": SMALL | {"head_dim": 16}}  # fmt: skip
+
+
+def save_random(family: str, base: Path, folder: Path, without: str = "", **shape: Any) -> Path:
+    """A random model of a family, with a tokenizer that may lack its pad token or its chat template."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": None if without == "pad_token" else tokenizer.pad_token_id}  # fmt: skip
+    if without:
+        setattr(tokenizer, without, None)
+    config = getattr(transformers, f"{family}Config")(**shape, **ends)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "without"), [*((family, "") for family in FAMILIES), ("Llama", "pad_token")]
+)
+def test_a_family_trains_a_step(family: str, without: str, base: Path, tmp_path: Path) -> None:
+    """A tokenizer without a pad token, too."""
+    folder = save_random(family, base, tmp_path / "model", without, **FAMILIES[family])
+    done = preloaded.run("--model", folder, "--output-dir", tmp_path, "--run-name", "run", "--json", *STEP)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+
+
+def gpt2(base: Path, folder: Path) -> Path:
+    """A GPT-2, whose attention is one layer, c_attn."""
+    return save_random("GPT2", base, folder, n_embd=64, n_layer=2, n_head=4, vocab_size=1024, n_positions=1024)
+
+
+def test_a_model_without_the_layers_that_are_trained_is_named_with_what_to_take(base: Path, tmp_path: Path) -> None:
+    """GPT-2 ended in a traceback of PEFT, after its weights had been loaded."""
+    with pytest.raises(UsageError, match=r"is a gpt2, .* no layers named q_proj, .*: take a model of another family"):
+        machine.check_layers(str(gpt2(base, tmp_path / "gpt2")))
+    assert machine.check_layers(str(base)) == ""
+
+
+def test_a_model_of_which_less_is_trained_is_named(base: Path, tmp_path: Path) -> None:
+    """Phi-3 has one layer for queries, keys and values, which got no adapter, without a word."""
+    folder = save_random("Phi3", base, tmp_path / "phi3", **SMALL)
+    said = machine.check_layers(str(folder))
+    assert said.endswith("is a phi3, whose attention has no layers named q_proj, k_proj, v_proj: less of it is trained")
+
+
+@pytest.mark.slow
+def test_such_a_model_is_refused_before_its_weights_are_loaded(base: Path, tmp_path: Path) -> None:
+    folder = gpt2(base, tmp_path / "gpt2")
+    (folder / "model.safetensors").unlink()
+    done = preloaded.run("--model", folder, "--output-dir", tmp_path, *STEP)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {folder} is a gpt2")
+
+
+def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> None:
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UsageError, match="holds a model without its tokenizer"):
+        machine.check_model(str(folder), "none")
