@@ -68,14 +68,14 @@ class Command:
 
 def commands(part: Part, scratch: Path, small: bool) -> list[Command]:
     """A part's commands; `scratch` is for their files."""
-    size = ("--model", "tiny", "--steps", 1, "--tokens", 80) if small else ()
+    size: tuple[object, ...] = ("--model", "tiny", "--steps", 1, "--tokens", 80) if small else ()
     run = ("--output-dir", scratch, "--run-name", part)
     if part.startswith("smollm2"):
         form = part.partition("-")[2]
         how = ("--sampler", "vllm") if form == "vllm" else ("--weights", form)
-        few = ("--model", "tiny", "--steps", 1, "--games", 2, "--best-of", 2, "--held-out", "3:32")
+        size = ("--model", "tiny", "--steps", 1, "--games", 2, "--best-of", 2, "--held-out", "3:32")
         whole = ("--model", "smollm2", "--minutes", 6, "--games", 64, "--best-of", 256)
-        return [Command((SCRIPT, "train", *(few if small else whole), *how, *run, "--json"))]
+        return [Command((SCRIPT, "train", *(size if small else whole), *how, *run, "--json"))]
     if part == "smoke":
         numbers = ("--games", 4, "--best-of", 8, "--save-steps", 1, "--held-out", "3:32")
         few = (*numbers, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--ladder", "4:64")

@@ -57,7 +57,8 @@ def rows_in_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
     llama.cpp turns neighbouring numbers of a head, and transformers turns number i with number i + half.
     """
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    ordered: torch.Tensor = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return ordered
 
 
 def read_weights(tensors: Any, model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
