@@ -382,6 +382,7 @@ def test_an_export_names_what_transformers_4_reads(learned: Path, tmp_path: Path
         exported(learned, format, tmp_path / format)
         tokenizer = json.loads((tmp_path / format / "tokenizer_config.json").read_text())
         assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]  # token_type_ids stopped `generate`
     config = json.loads((tmp_path / "merged_16bit" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (tiny.ROPE_THETA, None)
 
@@ -418,8 +419,17 @@ def test_transformers_4_reads_the_rope_of_transformers_5(kind: str, tmp_path: Pa
 @needs_transformers4
 @pytest.mark.parametrize("format", ["lora", "merged_16bit"])
 def test_transformers_4_gives_the_same_greedy_answers(learned: Path, format: str, tmp_path: Path) -> None:
-    """The same words as token ids, by another version of transformers, in float32 so that nothing ties."""
-    exported(learned, format, tmp_path / "out")
+    """Equal token by token, in float32 so that nothing ties.  The adapter is one to attention: PEFT takes the sides of
+    expert matrices the other way round under transformers 4, and refuses pairs for experts."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(learned / "adapter", tmp_path / "adapter")
+    if format == "lora":
+        config = json.loads((source / "adapter_config.json").read_text())
+        (source / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": None}))
+        weights = load_file(source / ADAPTER)
+        save_file({name: tensor for name, tensor in weights.items() if ".experts" not in name}, source / ADAPTER)
+    exported(source, format, tmp_path / "out")
     base = Path(shutil.copytree(tiny.folder_of("bepo"), tmp_path / "base"))
     export.for_transformers_4(base)
     prompts = json.dumps(verify.held_out_prompts(program.tiny_task())[::8])

@@ -270,7 +270,8 @@ def for_transformers_4(folder: Path) -> None:
 
     def tokenizer(found: dict[str, Any]) -> dict[str, Any]:
         if found.get("tokenizer_class") == "TokenizersBackend":
-            found["tokenizer_class"] = "PreTrainedTokenizerFast"
+            found["tokenizer_class"] = "PreTrainedTokenizerFast"  # there with token_type_ids, which `generate` refuses
+            found.setdefault("model_input_names", ["input_ids", "attention_mask"])
         if isinstance(found.get("extra_special_tokens"), list):
             found["additional_special_tokens"] = found.pop("extra_special_tokens")
         return found
