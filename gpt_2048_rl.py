@@ -247,6 +247,7 @@ class Limits:
     parse_seconds: float = 3.0  # CPU seconds for reading an answer
     move_seconds: float = 1.0  # CPU seconds for one move, and for loading
     paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
+    tries: int = 3  # workers that a job gets, should they die
     wall_factor: float = 4.0  # ceiling of wall time on a busy machine: so many times the CPU limit, plus 10 s
     memory_bytes: int = 256 << 20  # address space of a player
     referee_bytes: int = 1 << 30  # address space of the process that parses answers
@@ -521,7 +522,8 @@ class Job:
             raise ValueError("seeds must be whole numbers")
 
     def cpu_seconds(self, moves: int) -> float:
-        """CPU time that one game may have used after so many moves: enough for twice what its target takes."""
+        """CPU time that one game may have used after so many moves that changed the board: enough for twice what its
+        target takes.  Idle moves buy none: a search could have made some before each move."""
         return self.timeout * max(1.0, min(moves, self.target, LIMITS.paid_moves) / 1000)
 
     def wall_seconds(self) -> float:
@@ -743,6 +745,14 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
         _answer(strategy, job["size"], job["keys"], channel)
 
 
+def _fork() -> int:
+    """os.fork(), until it succeeds: processes or memory may be short for a moment.  Its referee waits so long."""
+    while True:
+        with contextlib.suppress(OSError):
+            return os.fork()
+        time.sleep(LIMITS.poll_seconds)
+
+
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     """Fork a player for every channel received.  It knows no seed and no player's fate: players inherit its memory."""
     # The last three are not for strategies: functools needs two, the compiler one for names like "ligne_complète".
@@ -756,7 +766,7 @@ def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     control.send(b"ready")
     while (received := socket.recv_fds(control, 16, 1))[0]:
         (channel,) = received[1]
-        player = os.fork()
+        player = _fork()
         if player == 0:
             try:
                 os.dup2(channel, 3)
@@ -789,19 +799,21 @@ def printable(text: str) -> str:
 
 class _PlayerProcess:
     """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.  Its methods
-    raise GameOver when the player breaks a limit or the protocol, or has died."""
+    raise GameOver when the player breaks a limit or the protocol, or has died.  Raises JailError or OSError where there
+    is no jailed player, which is no program's fault."""
 
     def __init__(self, zygote: socket.socket, job: Job, random_seed: int, source: bytes) -> None:
         self._job = job
         self.moves = bytearray()  # the player's answers, one byte per move
+        self.changes = 0  # how many of them changed the board
         most = job.cpu_seconds(LIMITS.paid_moves)
-        self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
-        self._referee_began = time.process_time()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         zygote.settimeout(LIMITS.control_seconds)
         with theirs:
             socket.send_fds(zygote, [b"fork"], [theirs.fileno()])
-            self.pid: int = struct.unpack("=i", zygote.recv(16))[0]
+            if not (answer := zygote.recv(16)):
+                raise ConnectionError("the zygote is gone")
+            self.pid: int = struct.unpack("=i", answer)[0]
         self._process, self._cpu_seconds = os.pidfd_open(self.pid), 0.0
         poll = struct.pack("ll", 0, int(LIMITS.poll_seconds * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -813,12 +825,16 @@ class _PlayerProcess:
                   "bytes": len(source)}  # fmt: skip
         try:
             self._send(json.dumps(header).encode() + b"\n" + source)
-            said = self._receive()
-        except GameOver as over:
-            said = over.detail.encode()
+            ready, _, _ = select.select([self._channel], [], [], LIMITS.control_seconds)
+            said = os.read(self._descriptor, 4096) if ready else b"it takes too long"
+        except (GameOver, ConnectionError):
+            said = b""
         if said != b"jailed":
             self.close()
-            raise JailError("a player could not be jailed: " + printable(said.decode("utf-8", "replace")))
+            why = said.decode("utf-8", "replace") or f"{_PROCESS} ended"
+            raise JailError("a player could not be jailed: " + printable(why))
+        self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
+        self._began = self._cpu() + time.process_time()  # the program's time begins here: it did not ask for the jail
 
     def load(self) -> tuple[str, str]:
         """The player's claim about loading ("load", "fail" or "none"), and the reason."""
@@ -865,9 +881,9 @@ class _PlayerProcess:
     def _look(self) -> None:
         """Compare the clocks with the limits.  The referee's own CPU counts too, which bounds the wall time."""
         self._next_look = time.monotonic() + LIMITS.poll_seconds / 2
-        limit = self._job.cpu_seconds(len(self.moves))
-        if self._cpu() + time.process_time() - self._referee_began > limit:
-            raise GameOver("timeout", f"more than {limit:g} s of CPU time in {len(self.moves)} moves")
+        limit = self._job.cpu_seconds(self.changes)
+        if self._cpu() + time.process_time() - self._began > limit:
+            raise GameOver("timeout", f"more than {limit:g} s of CPU time, and {self.changes} moves changed the board")
         if time.monotonic() > self._deadline:
             raise GameOver("timeout", "the wall clock's ceiling")
 
@@ -901,7 +917,7 @@ class _PlayerProcess:
 
 
 class Referee:
-    """Plays one game at a time.  Raises JailError where no player can be jailed."""
+    """Plays one game at a time.  Raises JailError where no player can be jailed, OSError where its zygote is gone."""
 
     def __init__(self, jailed: bool = True) -> None:
         parent = os.getpid()
@@ -954,7 +970,9 @@ class Referee:
                 if direction >= len(DIRECTIONS):
                     outcome = "invalid_move" if direction == _NOT_A_KEY else "error"
                     raise GameOver(outcome, note.decode("utf-8", "replace"))
-                idle = 0 if game.move(direction) else idle + 1
+                changed = game.move(direction)
+                player.changes += changed
+                idle = 0 if changed else idle + 1
                 if idle == LIMITS.idle_moves:
                     raise GameOver("stuck", f"{idle} moves in a row changed nothing")
             over = GameOver("success" if game.state() == "success" else "lost")
@@ -962,6 +980,8 @@ class Referee:
             over = end
         finally:
             cpu = player.close()
+        if not self.lives():
+            raise ConnectionError("the zygote is gone, and has taken its player along")
         moves = "".join(str(move) for move in player.moves if move < len(DIRECTIONS)) if job.record else ""
         return claim, GameResult(seed, over.outcome, len(player.moves), game.max_tile(), game.score(), round(cpu, 6),
                                  printable(over.detail), moves)  # fmt: skip
@@ -975,23 +995,35 @@ def _no_verdict(job: Job, source: str | None, works: str, outcome: str, detail: 
     return Verdict(source, works, cheating, tuple(results))
 
 
-def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
-    """Trusted code, hostile data: the source is only parsed here; a jailed player runs it."""
+def _read(job: Job) -> tuple[str, str] | Verdict:
+    """The source in a job's text and how it cheats, or the verdict on a text that never plays.  Nothing is run."""
 
     def is_too_long(source: str) -> bool:
         return len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes
 
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # kills this worker if the parser runs for ever
     source = extract_function(job.text, job.reasons) if job.completion else job.text
     if source is not None and job.completion and not is_too_long(source):
         source = visible_program(source)
     if source is not None and is_too_long(source):
         return _no_verdict(job, None, "fail", "error", f"the source is longer than {LIMITS.source_bytes} bytes")
     parses = source is not None and parse(source) is not None
-    cheating = printable(find_cheating(source)) if source and parses else ""
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     if source is None or (job.completion and not parses):  # of a file, its player says what is wrong
         return _no_verdict(job, source, "none", "no_function", "no strategy(board) that Python can parse")
+    return source, printable(find_cheating(source)) if source and parses else ""
+
+
+def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
+    """Trusted code, hostile data: a jailed player runs the source."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # kills this worker if the parser runs for ever
+    try:
+        read = _read(job)
+    except Exception as error:  # of memory or depth: another worker would fare no better
+        return _no_verdict(job, None, "none", "error", f"the text cannot be read ({type(error).__name__})")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    if isinstance(read, Verdict):
+        return read
+    source, cheating = read
     if job.completion and cheating:
         works, _ = referee.play(source, dataclasses.replace(job, seeds=()))
         return _no_verdict(job, source, works, "error", f"does not play: it {cheating}", cheating)
@@ -1015,23 +1047,26 @@ def worker_main(core: int, jailed: bool) -> None:
         referee = Referee(jailed)
         canary = _judge_in_worker(referee, Job("def strategy(board): return 'a'", (0,)))
         refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
-    except JailError as error:
-        refusal = error.args[0]
+    except (JailError, OSError) as error:
+        refusal = error.args[0] if isinstance(error, JailError) else str(error)
     resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
     try:
         print(json.dumps({"refusal": refusal}), flush=True)
         for line in () if refusal else sys.stdin:
             if not referee.lives():
                 return
-            print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this has not died over the job
+            print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this costs the job no try
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-    except ConnectionError:  # the trainer is gone
+    except (JailError, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
         os._exit(1)
 
 
 # The trainer's side: it starts workers, hands out jobs and waits, never without a limit.
+
+# How a worker ends by itself while it reads a text: too slow, or too deep.  The kernel and people send other signals.
+_OWN_ENDS = (-signal.SIGVTALRM, -signal.SIGSEGV, -signal.SIGABRT)
 
 
 class _Worker:
@@ -1075,35 +1110,45 @@ class _Worker:
             return json.loads(answer) if answer.endswith(b"\n") else None
         return None
 
+    def _begin(self, line: str, seconds: float) -> None:
+        """Hand a job to a worker, and wait until it begins.  One that is dead is replaced.  If none begins in a minute
+        (memory is short), raises as check()."""
+        failure, deadline = JailError("workers die at once"), time.monotonic() + LIMITS.start_seconds
+        while True:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if time.monotonic() > deadline:
+                raise failure
+            try:
+                if self._process.poll() is not None:
+                    self._end()
+                    self._start()
+                    self.check()
+            except (JailError, OSError) as error:
+                failure = JailError(error.args[0] if isinstance(error, JailError) else str(error))
+                time.sleep(0.5)
+                continue
+            if self._exchange(line, seconds) is not None:
+                return
+            self._end()
+
     def judge(self, job: Job) -> Verdict:
-        """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
-        die over the job: the next one gets it.  If none starts in a minute (memory is short), raises as check()."""
+        """The verdict on one job.  No program can end its referee or its zygote.  So one that dies is replaced, and the
+        job is judged again.  A text can end the parser that reads it, and gets "error".  Raises as check(), and
+        UsageError when several workers in a row die over the job."""
         line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
-        failure, begun = JailError("workers die at once"), False
         with self._turn:
-            deadline = time.monotonic() + LIMITS.start_seconds
-            while not begun:
-                if self._closed:
-                    raise RuntimeError("the pool is closed")
-                if time.monotonic() > deadline:
-                    raise failure
-                try:
-                    if self._process.poll() is not None:
-                        self._end()
-                        self._start()
-                        self.check()
-                except (JailError, OSError) as error:
-                    failure = JailError(error.args[0] if isinstance(error, JailError) else str(error))
-                    time.sleep(0.5)
-                    continue
-                begun = self._exchange(line, min(limit, LIMITS.start_seconds)) is not None
-                reply = self._exchange("", limit) if begun else None
-                if reply:
+            for _ in range(LIMITS.tries):
+                self._begin(line, min(limit, LIMITS.start_seconds))
+                if reply := self._exchange("", limit):
                     return Verdict(**reply | {"results": tuple(GameResult(**result) for result in reply["results"])})
                 self._end()
+                if self._process.returncode in _OWN_ENDS:
+                    return _no_verdict(job, None, "none", "error", "the text ends Python's parser")
         if self._closed:
             raise RuntimeError("the pool is closed")
-        return _no_verdict(job, None, "none", "error", "the referee's process ended over it")
+        raise UsageError(f"{LIMITS.tries} referees in a row died over one game, which no program can cause: is memory "
+                         "short?")  # fmt: skip
 
     def _end(self) -> None:
         import subprocess
