@@ -45,12 +45,11 @@ import signal
 import socket
 import statistics
 import struct
-import symtable
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle, islice
@@ -323,66 +322,150 @@ def parse(source: str) -> ast.Module | None:
         return None
 
 
-def _globals_of(source: str) -> tuple[set[str], set[str]]:
+class _Scope:
+    """What a module, class, function or comprehension does with names."""
+
+    def __init__(self, node: ast.AST, parent: _Scope | None) -> None:
+        self.parent, self.is_class = parent, isinstance(node, ast.ClassDef)
+        self.is_comprehension = hasattr(node, "generators")
+        self.bound, self.read, self.declared = set[str](), set[str](), set[str]()  # declared as global
+        arguments = getattr(node, "args", None)
+        for group in ("posonlyargs", "args", "kwonlyargs") if arguments else ():
+            self.bound |= {argument.arg for argument in getattr(arguments, group)}
+        self.bound |= {getattr(arguments, star).arg for star in ("vararg", "kwarg") if getattr(arguments, star, None)}
+
+    def note(self, node: ast.AST) -> None:
+        """Take note of the names that a node reads, binds or declares by itself, and not through its parts."""
+        name = getattr(node, "rest", None) if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
+        if isinstance(node, ast.Name):
+            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            self.bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Global):
+            self.declared.update(node.names)
+        elif isinstance(name, str):  # of a function, a class, an exception, a pattern or a type parameter
+            self.bound.add(name)
+
+    def is_global(self, name: str) -> bool:
+        """Whether a name that is read here is the module's or a builtin."""
+        scope = self
+        while scope.parent and name not in scope.declared:
+            if name in scope.bound and (scope is self or not scope.is_class):  # functions do not see a class's names
+                return False
+            scope = scope.parent
+        return True
+
+
+def _own_parts(node: Any) -> list[ast.AST]:
+    """The parts of a node that lie in a scope of its own; [] where it has none."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [*node.body, *getattr(node, "type_params", ())]
+    if isinstance(node, ast.Lambda):
+        return [node.body]
+    if not (generators := getattr(node, "generators", None)):
+        return []
+    results = (getattr(node, name) for name in ("elt", "key", "value") if hasattr(node, name))
+    return [generators[0].target, *generators[0].ifs, *generators[1:], *results]
+
+
+def _globals_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     """The names that functions and classes of a program read as globals; and the names that it reads but never binds.
-    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line."""
-    try:
-        module = symtable.symtable(source, "<strategy>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(), set()
-    tables, inside, read, bound = [module], set[str](), set[str](), set[str]()
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            if table is module or symbol.is_global():
-                read |= {symbol.get_name()} if symbol.is_referenced() else set()
-                inside |= {symbol.get_name()} if symbol.is_referenced() and table is not module else set()
-                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return inside, read - bound
+    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line.  symtable
+    says less from Python 3.12 on: there the names of comprehensions are those of the scope around them."""
+    module = _Scope(tree, None)
+    scopes, todo = [module], [(part, module) for part in ast.iter_child_nodes(tree)]
+    while todo:  # iterative, so long code cannot exhaust the stack
+        node, scope = todo.pop()
+        scope.note(node)
+        parts = list(ast.iter_child_nodes(node))
+        if own := _own_parts(node):
+            scopes.append(inner := _Scope(node, scope))
+            todo += [(part, inner) for part in own]
+            kept = set(map(id, own))
+            first = getattr(node, "generators", ())[:1]  # evaluated outside of the comprehension
+            parts = [first[0].iter] if first else [part for part in parts if id(part) not in kept]
+        if isinstance(node, ast.NamedExpr):  # binds a name outside of comprehensions
+            home = scope
+            while home.parent and home.is_comprehension:
+                home = home.parent
+            home.note(node.target)
+            parts = [node.value]
+        todo += [(part, scope) for part in parts]
+    reads = [(scope, {name for name in scope.read if scope.is_global(name)}) for scope in scopes]
+    bound = module.bound.union(*(scope.bound & scope.declared for scope in scopes))
+    inside = set[str]().union(*(names for scope, names in reads if scope is not module))
+    return inside, set[str]().union(*(names for _, names in reads)) - bound
 
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _written(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that nodes assign to, directly or through an attribute or item."""
-    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    """The names that nodes assign to or delete, directly or through an attribute or item."""
+    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))]
     while any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
         targets = [t.value if isinstance(t, (ast.Attribute, ast.Subscript)) else t for t in targets]
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def _is_needed(node: ast.stmt, above: bool, needs: set[str]) -> bool:
-    """Whether a statement is part of a program.  Below `strategy` it has to assign names that the program `needs`."""
-    if isinstance(node, _DEFINITIONS):
-        return True
-    nodes = list(ast.walk(node))
-    calls = {getattr(n.func, "id", "") for n in nodes if isinstance(n, ast.Call)}
-    if above:
-        return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in calls)
-    return bool(_written(nodes) & needs) and not calls & {"strategy", "print", "input"}
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names in some nodes, without those whose attribute is meant."""
+    nodes = list(nodes)
+    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
 
 
-def _program(code: str) -> str | None:
-    """The part of some code that `strategy` may need, without examples of its use.  None without a `strategy`."""
+class _Program:
+    """Which statements of some code are part of its program."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        definitions = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+        self.own = {node.name for node in definitions}
+        self.needs = _globals_of(tree)[0] | self.own
+        self.examples = {"strategy", "input"}  # what uses the program or a person, and not what the program uses
+        uses = {node.name: _names(ast.walk(node)) for node in definitions}
+        while more := {name for name, used in uses.items() if used & self.examples} - self.examples:
+            self.examples |= more
+
+    def has(self, node: ast.stmt, above: bool) -> bool:
+        """Whether a statement is part of it.  Below `strategy` it has to change what the program needs: by assigning to
+        it, or by a call in which it takes part, or of an own function."""
+        if isinstance(node, _DEFINITIONS):
+            return True
+        nodes = list(ast.walk(node))
+        calls = [n for n in nodes if isinstance(n, ast.Call)]
+        called = {getattr(call.func, "id", "") for call in calls}
+        if above:
+            return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in called)
+        if called & {"strategy", "print", "input"} or isinstance(node, ast.Assert):
+            return False
+        if _written(nodes) & self.needs:
+            return True
+        if (_names(nodes) & self.examples) or "__name__" in _names(nodes):
+            return False
+        parts = {n.id for call in calls for n in ast.walk(call) if isinstance(n, ast.Name)} - called
+        return bool(called & self.own or parts & self.needs - vars(builtins).keys())
+
+
+def _program(code: str, prose: bool = False) -> str | None:
+    """The part of some code that `strategy` may need, without examples of its use.  None without a `strategy`.  In
+    `prose` a line above it counts only where it assigns: other words can look like code."""
     tree = parse(code)
     defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "strategy"] if tree else []
     if tree is None or not defined:
         return None
-    lines, kept = code.split("\n"), set[int]()
-    own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    needs = _globals_of(code)[0] | own
+    lines, kept, program = code.split("\n"), set[int](), _Program(tree)
     for node in reversed(tree.body):  # what comes later may need what comes before
-        if _is_needed(node, node.lineno < defined[-1].lineno, needs):
-            needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        above = node.lineno < defined[-1].lineno and (not prose or isinstance(node, (ast.Assign, ast.AnnAssign)))
+        if program.has(node, above):
+            program.needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             decorators = getattr(node, "decorator_list", [])
             kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
     return "\n".join(lines[i - 1] for i in sorted(kept))
 
 
 def _unfenced_program(lines: list[str]) -> str | None:
-    """Collect code from prose: paragraphs that start in column 0 and hold definitions, imports or assignments."""
+    """Collect code from prose: paragraphs that start in column 0 and are Python, of which _program takes its part."""
     paragraphs: list[list[str]] = []
     for line in lines:
         continues = not line.strip() or line[0] in " \t)]}#" or (paragraphs and paragraphs[-1][-1].startswith("@"))
@@ -395,11 +478,9 @@ def _unfenced_program(lines: list[str]) -> str | None:
         tree = parse(paragraph)
         if tree is None and re.match(r"(@|def strategy\b)", paragraph):
             return None  # truncated in the middle of a statement
-        kinds = (*_DEFINITIONS, ast.Assign)  # prose can parse too: "Hello" is a name, "Note: this" an annotation
-        if tree and any(isinstance(n, kinds) or (getattr(n, "value", None) and isinstance(n, ast.AnnAssign))
-                        for n in tree.body):  # fmt: skip
+        if tree and not all(isinstance(n, ast.AnnAssign) and not n.value for n in tree.body):  # "Note: this" is prose
             code.append(paragraph)
-    return _program("\n".join(code))
+    return _program("\n".join(code), prose=True)
 
 
 _FENCE_OPENS = re.compile(r"(.*?)(?<!`)`{3,}+[ \t]*+[\w+-]*+[ \t]*+$")  # prose may stand before: Sure! ```python
@@ -436,26 +517,38 @@ def extract_function(text: str, reasons: bool = False) -> str | None:
     return next(filter(None, (_find_program(answer[:end].split("\n")) for end in ends)), None)
 
 
+# Characters that isprintable() lets pass and nobody sees: fillers, joiners, variation selectors, blank symbols.
+BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+                   "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
+
+
+def _without_blanks(text: str) -> str:
+    """Text with invisible characters escaped."""
+    return BLANK.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def visible_program(source: str) -> str | None:
-    """The same program without control characters, as it is played, shown and saved.  None where that fails."""
+    """The same program without characters that are invisible or control a terminal, as it is played, shown and saved.
+    None where that fails."""
 
     def is_visible(text: str) -> bool:
-        return all(character.isprintable() or character in "\n\t" for character in text)
+        return not BLANK.search(text) and all(letter.isprintable() or letter in "\n\t" for letter in text)
 
     if is_visible(source):
         return source
     try:
-        anew = ast.unparse(parse(source) or ast.Module([], []))
+        tree = parse(source) or ast.Module([], [])
+        anew = _without_blanks(ast.unparse(tree))
+        same = ast.dump(tree) == ast.dump(parse(anew) or ast.Module([], []))  # not if a name holds a blank
     except (ValueError, RecursionError, MemoryError):
         return None
-    return anew if anew and is_visible(anew) else None
+    return anew if anew and same and is_visible(anew) else None
 
 
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
-_WAYS_OUT = frozenset(f"__{name}__" for name in (
-    "class", "bases", "base", "mro", "subclasses", "globals", "builtins", "dict", "code", "closure", "import", "loader",
-    "spec", "getattribute", "reduce", "reduce_ex", "traceback", "self", "func", "wrapped", "file", "cached", "path",
-    "module", "defaults", "kwdefaults", "annotations", "init_subclass", "set_name", "weakref"))  # fmt: skip
+_WAYS_OUT = frozenset(f"__{name}__" for name in (  # not what type(), vars() and getattr() give too, as __class__ does
+    "bases", "base", "mro", "subclasses", "globals", "builtins", "code", "closure", "import", "loader", "spec",
+    "reduce", "reduce_ex", "traceback", "self", "file", "cached", "path"))  # fmt: skip
 
 
 def find_cheating(source: str) -> str:
@@ -469,10 +562,9 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-    names = _globals_of(source)[1] if tree else set()
+    names = _globals_of(tree)[1] if tree else set()
     if used := sorted(names & _INTERPRETER_NAMES):
         return f"uses {used[0]}"
-    names -= {"__class__"}  # super() reads it
     reached = sorted(_WAYS_OUT & (names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}))
     return f"reaches for {reached[0]}" if reached else ""
 
@@ -793,8 +885,8 @@ class GameOver(Exception):
 
 
 def printable(text: str) -> str:
-    """Text from a player or a model, bounded and with control characters escaped."""
-    return repr(text[: LIMITS.detail_chars])[1:-1][: LIMITS.detail_chars]
+    """Text from a player or a model, bounded and with control and invisible characters escaped."""
+    return _without_blanks(repr(text[: LIMITS.detail_chars])[1:-1])[: LIMITS.detail_chars]
 
 
 class _PlayerProcess:

@@ -21,6 +21,7 @@ import gpt_2048_rl as program
 from gpt_2048_rl import GameResult, Job, Pool, execute_strategies
 from tests import helpers
 from tests.helpers import FOR_EVER, HONEST, ORDINARY, alive, descendants, play, run_python, wait_until, without_seconds
+from toolkit import UsageError
 
 
 def answers_right(pool: Pool) -> bool:
@@ -389,7 +390,7 @@ def test_workers_that_die_again_and_again_are_nobodys_fault(lone: Pool, monkeypa
         os.kill(worker._process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(program._Worker, "_begin", die)
-    with pytest.raises(program.UsageError, match="3 referees in a row died"):
+    with pytest.raises(UsageError, match="3 referees in a row died"):
         play(lone, FOR_EVER)
 
 
