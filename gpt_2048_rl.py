@@ -52,7 +52,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -745,8 +745,12 @@ class _NoStream(io.TextIOBase):
 
 
 def _fix_random(seed: int) -> None:
-    """Derive all random numbers of this process from a seed, so that a strategy plays the same game twice."""
+    """Derive all random numbers of this process from a seed, so that a strategy plays the same game twice.  Without
+    the kernel's, which glibc 2.41 reads without a system call."""
     random.seed(seed)
+    for module, name in product((os, sys.modules["posix"]), ("urandom", "getrandom")):
+        setattr(module, name, lambda size, flags=0: random.randbytes(size))
+    random._urandom = os.urandom  # type: ignore[attr-defined]
     own_seed, stream = random.Random.seed, random.getrandbits
 
     def seed_from_the_game(self: random.Random, a: Any = None, version: int = 2) -> None:
@@ -759,8 +763,8 @@ def _fix_random(seed: int) -> None:
 
 def _guarded_import(name: str, globals: object = None, locals: object = None, fromlist: object = (),
                     level: int = 0) -> ModuleType:  # fmt: skip
-    """`__import__` for strategies: the allowed modules and no others."""
-    if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
+    """`__import__` for strategies: the allowed modules and no others, but for that which prints long numbers."""
+    if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__", "_pylong"):
         raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
     return __import__(name, None, None, fromlist, 0)  # type: ignore[arg-type]
 
@@ -847,8 +851,10 @@ def _fork() -> int:
 
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     """Fork a player for every channel received.  It knows no seed and no player's fate: players inherit its memory."""
-    # The last three are not for strategies: functools needs two, the compiler one for names like "ligne_complète".
-    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata"):
+    # The last are not for strategies: functools needs two, the compiler one for names like "ligne_complète", and from
+    # Python 3.12 on printing a number of many thousand digits needs _pylong.
+    more = ("_pylong",) if sys.version_info >= (3, 12) else ()
+    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata", *more):
         __import__(name)
     jail, zygote = Jail() if jailed else None, os.getpid()
     die_with(parent)
