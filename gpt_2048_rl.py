@@ -60,7 +60,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 try:
     from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
-    from toolkit.evaluation import board_key
+    from toolkit.evaluation import board_key, board_name
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints
 
@@ -75,6 +75,11 @@ except ImportError:  # a copy of this file without its toolkit/, or a referee's 
         """Without the toolkit, there is nothing to resume from."""
 
     board_key = cache(lambda: os.urandom(16).hex())  # without the toolkit, boards are new in every run
+
+    def board_name(size: int, seed: int) -> str:
+        """A name that tells nothing about the seed."""
+        return hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12]
+
 
 
 if TYPE_CHECKING:
@@ -841,6 +846,12 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
         _answer(strategy, job["size"], job["keys"], channel)
 
 
+# The last are not for strategies: functools needs two, the compiler one for names like "ligne_complète".  From Python
+# 3.12 on, printing a number of many thousand digits needs _pylong.
+PRELOADED = (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata",
+             *(("_pylong",) if sys.version_info >= (3, 12) else ()))  # fmt: skip
+
+
 def _fork() -> int:
     """os.fork(), until it succeeds: processes or memory may be short for a moment.  Its referee waits so long."""
     while True:
@@ -851,10 +862,7 @@ def _fork() -> int:
 
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     """Fork a player for every channel received.  It knows no seed and no player's fate: players inherit its memory."""
-    # The last are not for strategies: functools needs two, the compiler one for names like "ligne_complète", and from
-    # Python 3.12 on printing a number of many thousand digits needs _pylong.
-    more = ("_pylong",) if sys.version_info >= (3, 12) else ()
-    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata", *more):
+    for name in PRELOADED:
         __import__(name)
     jail, zygote = Jail() if jailed else None, os.getpid()
     die_with(parent)
@@ -1719,7 +1727,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     try:
         model, tokenizer = machine.load_plain(name, dtype or torch.bfloat16) if plain else (
             unsloth.FastLanguageModel.from_pretrained(model_name=name, max_seq_length=config.max_seq_length,
-                                                      dtype=dtype, random_state=config.seed, **load)
+                                                      dtype=dtype, random_state=config.seed,
+                                                      trust_remote_code=False, **load)
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -1854,6 +1863,12 @@ def training_set(config: TrainConfig, ladder: Ladder, best: archive.Archive | No
     return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
 
 
+def logged(verdict: Verdict, size: int) -> dict[str, Any]:
+    """A verdict for a file.  Boards have names there: with a seed, anyone can search for the moves that win."""
+    games = [dataclasses.asdict(result) for result in verdict.results]
+    return {**vars(verdict), "results": [{"board": board_name(size, game.pop("seed")), **game} for game in games]}
+
+
 class Rollouts:
     """Every step's judged completions, a line each in rollouts.jsonl.  Ladder and archive follow from them."""
 
@@ -1866,7 +1881,7 @@ class Rollouts:
         """Write down a step: this rank's completions, and all ranks' rewards with their weighted sum (B, R + 1)."""
         from accelerate.utils import gather_object
 
-        rows = [{"text": completion_text(completion), **dataclasses.asdict(verdict)}
+        rows = [{"text": completion_text(completion), **logged(verdict, columns["size"][0])}
                 for completion, verdict in zip(completions, judge(completions, **columns), strict=True)]  # fmt: skip
         rows = [row | {"reward": round(values[-1], 4)}  # the sum
                 for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)]  # fmt: skip

@@ -38,7 +38,7 @@ def test_a_zygote_that_cannot_start_says_why() -> None:
     """Its reason reaches the trainer as the one line of the JailError; it used to be lost."""
     code = """
 import gpt_2048_rl as program
-program.ALLOWED_MODULES = ("no_such_module",)
+program.PRELOADED = ("no_such_module",)
 try:
     program.Referee()
 except program.JailError as error:
@@ -307,7 +307,7 @@ def test_a_process_killed_during_a_game(lone: Pool, victim: str, outcome: str) -
 
 ON_A_WORKER = """
 import json, os, resource, signal, sys, threading, time
-import unicodedata, {modules}
+import {modules}
 import gpt_2048_rl as program
 from tests import helpers
 if os.geteuid() == 0:  # root may fork in spite of limits
@@ -318,7 +318,7 @@ if os.geteuid() == 0:  # root may fork in spite of limits
 
 def on_a_worker(code: str) -> subprocess.CompletedProcess[str]:
     """Run a script as an ordinary user."""
-    return run_python(ON_A_WORKER.format(modules=", ".join(program.ALLOWED_MODULES), ordinary=ORDINARY, code=code))
+    return run_python(ON_A_WORKER.format(modules=", ".join(program.PRELOADED), ordinary=ORDINARY, code=code))
 
 
 FULL = """

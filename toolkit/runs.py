@@ -55,7 +55,7 @@ def naming(file: Path) -> Iterator[None]:
     """Turn any error that a damaged file causes into a UsageError that names the file."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise UsageError(f"{file} is damaged: restore it, or use another folder") from None
 
 
