@@ -460,7 +460,7 @@ ASLEEP = {
 LUCK = {
     "os.urandom": (always("os.urandom(4)"), "stuck"),
     "os.getrandom": (always("os.getrandom(4)"), "stuck"),
-    "secrets": (always("sys.modules['secrets'].token_bytes(4)"), "error"),
+    "random's own urandom": (always("random._urandom(4)"), "stuck"),
     "reads /dev/urandom": (always("open('/dev/urandom', 'rb')"), "error"),
     "reads /dev/random": (always("os.open('/dev/random', 0)"), "error"),
     "uuid4": (always("sys.modules['uuid'].uuid4()"), "error"),
