@@ -45,15 +45,14 @@ import signal
 import socket
 import statistics
 import struct
-import symtable
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -61,7 +60,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 try:
     from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
-    from toolkit.evaluation import board_key
+    from toolkit.evaluation import board_key, board_name
     from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.runs import AtomicCheckpoints, no_link
 
@@ -76,6 +75,11 @@ except ImportError:  # a copy of this file without its toolkit/, or a referee's 
         """Without the toolkit, there is nothing to resume from."""
 
     board_key = cache(lambda: os.urandom(16).hex())  # without the toolkit, boards are new in every run
+
+    def board_name(size: int, seed: int) -> str:
+        """A name that tells nothing about the seed."""
+        return hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12]
+
 
 
 if TYPE_CHECKING:
@@ -248,6 +252,7 @@ class Limits:
     parse_seconds: float = 3.0  # CPU seconds for reading an answer
     move_seconds: float = 1.0  # CPU seconds for one move, and for loading
     paid_moves: int = 1 << 15  # moves that a game gets time for: a game to 65536 takes about 30,000
+    tries: int = 3  # workers that a job gets, should they die
     wall_factor: float = 4.0  # ceiling of wall time on a busy machine: so many times the CPU limit, plus 10 s
     memory_bytes: int = 256 << 20  # address space of a player
     referee_bytes: int = 1 << 30  # address space of the process that parses answers
@@ -329,66 +334,150 @@ def parse(source: str) -> ast.Module | None:
         return None
 
 
-def _globals_of(source: str) -> tuple[set[str], set[str]]:
+class _Scope:
+    """What a module, class, function or comprehension does with names."""
+
+    def __init__(self, node: ast.AST, parent: _Scope | None) -> None:
+        self.parent, self.is_class = parent, isinstance(node, ast.ClassDef)
+        self.is_comprehension = hasattr(node, "generators")
+        self.bound, self.read, self.declared = set[str](), set[str](), set[str]()  # declared as global
+        arguments = getattr(node, "args", None)
+        for group in ("posonlyargs", "args", "kwonlyargs") if arguments else ():
+            self.bound |= {argument.arg for argument in getattr(arguments, group)}
+        self.bound |= {getattr(arguments, star).arg for star in ("vararg", "kwarg") if getattr(arguments, star, None)}
+
+    def note(self, node: ast.AST) -> None:
+        """Take note of the names that a node reads, binds or declares by itself, and not through its parts."""
+        name = getattr(node, "rest", None) if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
+        if isinstance(node, ast.Name):
+            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            self.bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Global):
+            self.declared.update(node.names)
+        elif isinstance(name, str):  # of a function, a class, an exception, a pattern or a type parameter
+            self.bound.add(name)
+
+    def is_global(self, name: str) -> bool:
+        """Whether a name that is read here is the module's or a builtin."""
+        scope = self
+        while scope.parent and name not in scope.declared:
+            if name in scope.bound and (scope is self or not scope.is_class):  # functions do not see a class's names
+                return False
+            scope = scope.parent
+        return True
+
+
+def _own_parts(node: Any) -> list[ast.AST]:
+    """The parts of a node that lie in a scope of its own; [] where it has none."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [*node.body, *getattr(node, "type_params", ())]
+    if isinstance(node, ast.Lambda):
+        return [node.body]
+    if not (generators := getattr(node, "generators", None)):
+        return []
+    results = (getattr(node, name) for name in ("elt", "key", "value") if hasattr(node, name))
+    return [generators[0].target, *generators[0].ifs, *generators[1:], *results]
+
+
+def _globals_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     """The names that functions and classes of a program read as globals; and the names that it reads but never binds.
-    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line."""
-    try:
-        module = symtable.symtable(source, "<strategy>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(), set()
-    tables, inside, read, bound = [module], set[str](), set[str](), set[str]()
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            if table is module or symbol.is_global():
-                read |= {symbol.get_name()} if symbol.is_referenced() else set()
-                inside |= {symbol.get_name()} if symbol.is_referenced() and table is not module else set()
-                bound |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return inside, read - bound
+    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line.  symtable
+    says less from Python 3.12 on: there the names of comprehensions are those of the scope around them."""
+    module = _Scope(tree, None)
+    scopes, todo = [module], [(part, module) for part in ast.iter_child_nodes(tree)]
+    while todo:  # iterative, so long code cannot exhaust the stack
+        node, scope = todo.pop()
+        scope.note(node)
+        parts = list(ast.iter_child_nodes(node))
+        if own := _own_parts(node):
+            scopes.append(inner := _Scope(node, scope))
+            todo += [(part, inner) for part in own]
+            kept = set(map(id, own))
+            first = getattr(node, "generators", ())[:1]  # evaluated outside of the comprehension
+            parts = [first[0].iter] if first else [part for part in parts if id(part) not in kept]
+        if isinstance(node, ast.NamedExpr):  # binds a name outside of comprehensions
+            home = scope
+            while home.parent and home.is_comprehension:
+                home = home.parent
+            home.note(node.target)
+            parts = [node.value]
+        todo += [(part, scope) for part in parts]
+    reads = [(scope, {name for name in scope.read if scope.is_global(name)}) for scope in scopes]
+    bound = module.bound.union(*(scope.bound & scope.declared for scope in scopes))
+    inside = set[str]().union(*(names for scope, names in reads if scope is not module))
+    return inside, set[str]().union(*(names for _, names in reads)) - bound
 
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _written(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that nodes assign to, directly or through an attribute or item."""
-    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    """The names that nodes assign to or delete, directly or through an attribute or item."""
+    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))]
     while any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
         targets = [t.value if isinstance(t, (ast.Attribute, ast.Subscript)) else t for t in targets]
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def _is_needed(node: ast.stmt, above: bool, needs: set[str]) -> bool:
-    """Whether a statement is part of a program.  Below `strategy` it has to assign names that the program `needs`."""
-    if isinstance(node, _DEFINITIONS):
-        return True
-    nodes = list(ast.walk(node))
-    calls = {getattr(n.func, "id", "") for n in nodes if isinstance(n, ast.Call)}
-    if above:
-        return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in calls)
-    return bool(_written(nodes) & needs) and not calls & {"strategy", "print", "input"}
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names in some nodes, without those whose attribute is meant."""
+    nodes = list(nodes)
+    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
 
 
-def _program(code: str) -> str | None:
-    """The part of some code that `strategy` may need, without examples of its use.  None without a `strategy`."""
+class _Program:
+    """Which statements of some code are part of its program."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        definitions = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+        self.own = {node.name for node in definitions}
+        self.needs = _globals_of(tree)[0] | self.own
+        self.examples = {"strategy", "input"}  # what uses the program or a person, and not what the program uses
+        uses = {node.name: _names(ast.walk(node)) for node in definitions}
+        while more := {name for name, used in uses.items() if used & self.examples} - self.examples:
+            self.examples |= more
+
+    def has(self, node: ast.stmt, above: bool) -> bool:
+        """Whether a statement is part of it.  Below `strategy` it has to change what the program needs: by assigning to
+        it, or by a call in which it takes part, or of an own function."""
+        if isinstance(node, _DEFINITIONS):
+            return True
+        nodes = list(ast.walk(node))
+        calls = [n for n in nodes if isinstance(n, ast.Call)]
+        called = {getattr(call.func, "id", "") for call in calls}
+        if above:
+            return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in called)
+        if called & {"strategy", "print", "input"} or isinstance(node, ast.Assert):
+            return False
+        if _written(nodes) & self.needs:
+            return True
+        if (_names(nodes) & self.examples) or "__name__" in _names(nodes):
+            return False
+        parts = {n.id for call in calls for n in ast.walk(call) if isinstance(n, ast.Name)} - called
+        return bool(called & self.own or parts & self.needs - vars(builtins).keys())
+
+
+def _program(code: str, prose: bool = False) -> str | None:
+    """The part of some code that `strategy` may need, without examples of its use.  None without a `strategy`.  In
+    `prose` a line above it counts only where it assigns: other words can look like code."""
     tree = parse(code)
     defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "strategy"] if tree else []
     if tree is None or not defined:
         return None
-    lines, kept = code.split("\n"), set[int]()
-    own = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    needs = _globals_of(code)[0] | own
+    lines, kept, program = code.split("\n"), set[int](), _Program(tree)
     for node in reversed(tree.body):  # what comes later may need what comes before
-        if _is_needed(node, node.lineno < defined[-1].lineno, needs):
-            needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        above = node.lineno < defined[-1].lineno and (not prose or isinstance(node, (ast.Assign, ast.AnnAssign)))
+        if program.has(node, above):
+            program.needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             decorators = getattr(node, "decorator_list", [])
             kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
     return "\n".join(lines[i - 1] for i in sorted(kept))
 
 
 def _unfenced_program(lines: list[str]) -> str | None:
-    """Collect code from prose: paragraphs that start in column 0 and hold definitions, imports or assignments."""
+    """Collect code from prose: paragraphs that start in column 0 and are Python, of which _program takes its part."""
     paragraphs: list[list[str]] = []
     for line in lines:
         continues = not line.strip() or line[0] in " \t)]}#" or (paragraphs and paragraphs[-1][-1].startswith("@"))
@@ -401,11 +490,9 @@ def _unfenced_program(lines: list[str]) -> str | None:
         tree = parse(paragraph)
         if tree is None and re.match(r"(@|def strategy\b)", paragraph):
             return None  # truncated in the middle of a statement
-        kinds = (*_DEFINITIONS, ast.Assign)  # prose can parse too: "Hello" is a name, "Note: this" an annotation
-        if tree and any(isinstance(n, kinds) or (getattr(n, "value", None) and isinstance(n, ast.AnnAssign))
-                        for n in tree.body):  # fmt: skip
+        if tree and not all(isinstance(n, ast.AnnAssign) and not n.value for n in tree.body):  # "Note: this" is prose
             code.append(paragraph)
-    return _program("\n".join(code))
+    return _program("\n".join(code), prose=True)
 
 
 _FENCE_OPENS = re.compile(r"(.*?)(?<!`)`{3,}+[ \t]*+[\w+-]*+[ \t]*+$")  # prose may stand before: Sure! ```python
@@ -442,26 +529,38 @@ def extract_function(text: str, reasons: bool = False) -> str | None:
     return next(filter(None, (_find_program(answer[:end].split("\n")) for end in ends)), None)
 
 
+# Characters that isprintable() lets pass and nobody sees: fillers, joiners, variation selectors, blank symbols.
+BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+                   "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
+
+
+def _without_blanks(text: str) -> str:
+    """Text with invisible characters escaped."""
+    return BLANK.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def visible_program(source: str) -> str | None:
-    """The same program without control characters, as it is played, shown and saved.  None where that fails."""
+    """The same program without characters that are invisible or control a terminal, as it is played, shown and saved.
+    None where that fails."""
 
     def is_visible(text: str) -> bool:
-        return all(character.isprintable() or character in "\n\t" for character in text)
+        return not BLANK.search(text) and all(letter.isprintable() or letter in "\n\t" for letter in text)
 
     if is_visible(source):
         return source
     try:
-        anew = ast.unparse(parse(source) or ast.Module([], []))
+        tree = parse(source) or ast.Module([], [])
+        anew = _without_blanks(ast.unparse(tree))
+        same = ast.dump(tree) == ast.dump(parse(anew) or ast.Module([], []))  # not if a name holds a blank
     except (ValueError, RecursionError, MemoryError):
         return None
-    return anew if anew and is_visible(anew) else None
+    return anew if anew and same and is_visible(anew) else None
 
 
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
-_WAYS_OUT = frozenset(f"__{name}__" for name in (
-    "class", "bases", "base", "mro", "subclasses", "globals", "builtins", "dict", "code", "closure", "import", "loader",
-    "spec", "getattribute", "reduce", "reduce_ex", "traceback", "self", "func", "wrapped", "file", "cached", "path",
-    "module", "defaults", "kwdefaults", "annotations", "init_subclass", "set_name", "weakref"))  # fmt: skip
+_WAYS_OUT = frozenset(f"__{name}__" for name in (  # not what type(), vars() and getattr() give too, as __class__ does
+    "bases", "base", "mro", "subclasses", "globals", "builtins", "code", "closure", "import", "loader", "spec",
+    "reduce", "reduce_ex", "traceback", "self", "file", "cached", "path"))  # fmt: skip
 
 
 def find_cheating(source: str) -> str:
@@ -475,10 +574,9 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-    names = _globals_of(source)[1] if tree else set()
+    names = _globals_of(tree)[1] if tree else set()
     if used := sorted(names & _INTERPRETER_NAMES):
         return f"uses {used[0]}"
-    names -= {"__class__"}  # super() reads it
     reached = sorted(_WAYS_OUT & (names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}))
     return f"reaches for {reached[0]}" if reached else ""
 
@@ -528,7 +626,8 @@ class Job:
             raise ValueError("seeds must be whole numbers")
 
     def cpu_seconds(self, moves: int) -> float:
-        """CPU time that one game may have used after so many moves: enough for twice what its target takes."""
+        """CPU time that one game may have used after so many moves that changed the board: enough for twice what its
+        target takes.  Idle moves buy none: a search could have made some before each move."""
         return self.timeout * max(1.0, min(moves, self.target, LIMITS.paid_moves) / 1000)
 
     def wall_seconds(self) -> float:
@@ -555,10 +654,10 @@ class JailError(UsageError):
 
 
 class WorkerError(UsageError):
-    """No worker starts, although the jail may hold."""
+    """No worker starts or lives, although the jail may hold."""
 
     def __str__(self) -> str:
-        return f"the players' processes do not start ({self.args[0]}): free memory, or allow more processes"
+        return f"the players' processes fail ({self.args[0]}): free memory, or allow more processes"
 
 
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
@@ -665,8 +764,12 @@ class _NoStream(io.TextIOBase):
 
 
 def _fix_random(seed: int) -> None:
-    """Derive all random numbers of this process from a seed, so that a strategy plays the same game twice."""
+    """Derive all random numbers of this process from a seed, so that a strategy plays the same game twice.  Without
+    the kernel's, which glibc 2.41 reads without a system call."""
     random.seed(seed)
+    for module, name in product((os, sys.modules["posix"]), ("urandom", "getrandom")):
+        setattr(module, name, lambda size, flags=0: random.randbytes(size))
+    random._urandom = os.urandom  # type: ignore[attr-defined]
     own_seed, stream = random.Random.seed, random.getrandbits
 
     def seed_from_the_game(self: random.Random, a: Any = None, version: int = 2) -> None:
@@ -679,8 +782,8 @@ def _fix_random(seed: int) -> None:
 
 def _guarded_import(name: str, globals: object = None, locals: object = None, fromlist: object = (),
                     level: int = 0) -> ModuleType:  # fmt: skip
-    """`__import__` for strategies: the allowed modules and no others."""
-    if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
+    """`__import__` for strategies: the allowed modules and no others, but for that which prints long numbers."""
+    if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__", "_pylong"):
         raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
     return __import__(name, None, None, fromlist, 0)  # type: ignore[arg-type]
 
@@ -757,10 +860,23 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
         _answer(strategy, job["size"], job["keys"], channel)
 
 
+# The last are not for strategies: functools needs two, the compiler one for names like "ligne_complète".  From Python
+# 3.12 on, printing a number of many thousand digits needs _pylong.
+PRELOADED = (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata",
+             *(("_pylong",) if sys.version_info >= (3, 12) else ()))  # fmt: skip
+
+
+def _fork() -> int:
+    """os.fork(), until it succeeds: processes or memory may be short for a moment.  Its referee waits so long."""
+    while True:
+        with contextlib.suppress(OSError):
+            return os.fork()
+        time.sleep(LIMITS.poll_seconds)
+
+
 def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     """Fork a player for every channel received.  It knows no seed and no player's fate: players inherit its memory."""
-    # The last three are not for strategies: functools needs two, the compiler one for names like "ligne_complète".
-    for name in (*ALLOWED_MODULES, "__future__", "collections.abc", "types", "weakref", "unicodedata"):
+    for name in PRELOADED:
         __import__(name)
     jail, zygote = Jail() if jailed else None, os.getpid()
     die_with(parent)
@@ -770,7 +886,7 @@ def _zygote(control: socket.socket, jailed: bool, parent: int) -> None:
     control.send(b"ready")
     while (received := socket.recv_fds(control, 16, 1))[0]:
         (channel,) = received[1]
-        player = os.fork()
+        player = _fork()
         if player == 0:
             try:
                 os.dup2(channel, 3)
@@ -797,25 +913,27 @@ class GameOver(Exception):
 
 
 def printable(text: str) -> str:
-    """Text from a player or a model, bounded and with control characters escaped."""
-    return repr(text[: LIMITS.detail_chars])[1:-1][: LIMITS.detail_chars]
+    """Text from a player or a model, bounded and with control and invisible characters escaped."""
+    return _without_blanks(repr(text[: LIMITS.detail_chars])[1:-1])[: LIMITS.detail_chars]
 
 
 class _PlayerProcess:
     """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.  Its methods
-    raise GameOver when the player breaks a limit or the protocol, or has died."""
+    raise GameOver when the player breaks a limit or the protocol, or has died.  Raises JailError or OSError where there
+    is no jailed player, which is no program's fault."""
 
     def __init__(self, zygote: socket.socket, job: Job, random_seed: int, source: bytes) -> None:
         self._job = job
         self.moves = bytearray()  # the player's answers, one byte per move
+        self.changes = 0  # how many of them changed the board
         most = job.cpu_seconds(LIMITS.paid_moves)
-        self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
-        self._referee_began = time.process_time()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         zygote.settimeout(LIMITS.control_seconds)
         with theirs:
             socket.send_fds(zygote, [b"fork"], [theirs.fileno()])
-            self.pid: int = struct.unpack("=i", zygote.recv(16))[0]
+            if not (answer := zygote.recv(16)):
+                raise ConnectionError("the zygote is gone")
+            self.pid: int = struct.unpack("=i", answer)[0]
         self._process, self._cpu_seconds = os.pidfd_open(self.pid), 0.0
         poll = struct.pack("ll", 0, int(LIMITS.poll_seconds * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -827,12 +945,16 @@ class _PlayerProcess:
                   "bytes": len(source)}  # fmt: skip
         try:
             self._send(json.dumps(header).encode() + b"\n" + source)
-            said = self._receive()
-        except GameOver as over:
-            said = over.detail.encode()
+            ready, _, _ = select.select([self._channel], [], [], LIMITS.control_seconds)
+            said = os.read(self._descriptor, 4096) if ready else b"it takes too long"
+        except (GameOver, ConnectionError):
+            said = b""
         if said != b"jailed":
             self.close()
-            raise JailError("a player could not be jailed: " + printable(said.decode("utf-8", "replace")))
+            why = said.decode("utf-8", "replace") or f"{_PROCESS} ended"
+            raise JailError("a player could not be jailed: " + printable(why))
+        self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
+        self._began = self._cpu() + time.process_time()  # the program's time begins here: it did not ask for the jail
 
     def load(self) -> tuple[str, str]:
         """The player's claim about loading ("load", "fail" or "none"), and the reason."""
@@ -879,9 +1001,9 @@ class _PlayerProcess:
     def _look(self) -> None:
         """Compare the clocks with the limits.  The referee's own CPU counts too, which bounds the wall time."""
         self._next_look = time.monotonic() + LIMITS.poll_seconds / 2
-        limit = self._job.cpu_seconds(len(self.moves))
-        if self._cpu() + time.process_time() - self._referee_began > limit:
-            raise GameOver("timeout", f"more than {limit:g} s of CPU time in {len(self.moves)} moves")
+        limit = self._job.cpu_seconds(self.changes)
+        if self._cpu() + time.process_time() - self._began > limit:
+            raise GameOver("timeout", f"more than {limit:g} s of CPU time, and {self.changes} moves changed the board")
         if time.monotonic() > self._deadline:
             raise GameOver("timeout", "the wall clock's ceiling")
 
@@ -915,7 +1037,7 @@ class _PlayerProcess:
 
 
 class Referee:
-    """Plays one game at a time.  Raises JailError where no player can be jailed."""
+    """Plays one game at a time.  Raises JailError where no player can be jailed, OSError where its zygote is gone."""
 
     def __init__(self, jailed: bool = True) -> None:
         parent = os.getpid()
@@ -968,7 +1090,9 @@ class Referee:
                 if direction >= len(DIRECTIONS):
                     outcome = "invalid_move" if direction == _NOT_A_KEY else "error"
                     raise GameOver(outcome, note.decode("utf-8", "replace"))
-                idle = 0 if game.move(direction) else idle + 1
+                changed = game.move(direction)
+                player.changes += changed
+                idle = 0 if changed else idle + 1
                 if idle == LIMITS.idle_moves:
                     raise GameOver("stuck", f"{idle} moves in a row changed nothing")
             over = GameOver("success" if game.state() == "success" else "lost")
@@ -976,6 +1100,8 @@ class Referee:
             over = end
         finally:
             cpu = player.close()
+        if not self.lives():
+            raise ConnectionError("the zygote is gone, and has taken its player along")
         moves = "".join(str(move) for move in player.moves if move < len(DIRECTIONS)) if job.record else ""
         return claim, GameResult(seed, over.outcome, len(player.moves), game.max_tile(), game.score(), round(cpu, 6),
                                  printable(over.detail), moves)  # fmt: skip
@@ -989,23 +1115,35 @@ def _no_verdict(job: Job, source: str | None, works: str, outcome: str, detail: 
     return Verdict(source, works, cheating, tuple(results))
 
 
-def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
-    """Trusted code, hostile data: the source is only parsed here; a jailed player runs it."""
+def _read(job: Job) -> tuple[str, str] | Verdict:
+    """The source in a job's text and how it cheats, or the verdict on a text that never plays.  Nothing is run."""
 
     def is_too_long(source: str) -> bool:
         return len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes
 
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # kills this worker if the parser runs for ever
     source = extract_function(job.text, job.reasons) if job.completion else job.text
     if source is not None and job.completion and not is_too_long(source):
         source = visible_program(source)
     if source is not None and is_too_long(source):
         return _no_verdict(job, None, "fail", "error", f"the source is longer than {LIMITS.source_bytes} bytes")
     parses = source is not None and parse(source) is not None
-    cheating = printable(find_cheating(source)) if source and parses else ""
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     if source is None or (job.completion and not parses):  # of a file, its player says what is wrong
         return _no_verdict(job, source, "none", "no_function", "no strategy(board) that Python can parse")
+    return source, printable(find_cheating(source)) if source and parses else ""
+
+
+def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
+    """Trusted code, hostile data: a jailed player runs the source."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMITS.parse_seconds)  # kills this worker if the parser runs for ever
+    try:
+        read = _read(job)
+    except Exception as error:  # of memory or depth: another worker would fare no better
+        return _no_verdict(job, None, "none", "error", f"the text cannot be read ({type(error).__name__})")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    if isinstance(read, Verdict):
+        return read
+    source, cheating = read
     if job.completion and cheating:
         works, _ = referee.play(source, dataclasses.replace(job, seeds=()))
         return _no_verdict(job, source, works, "error", f"does not play: it {cheating}", cheating)
@@ -1029,23 +1167,26 @@ def worker_main(core: int, jailed: bool) -> None:
         referee = Referee(jailed)
         canary = _judge_in_worker(referee, Job("def strategy(board): return 'a'", (0,)))
         refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
-    except JailError as error:
-        refusal = error.args[0]
+    except (JailError, OSError) as error:
+        refusal = error.args[0] if isinstance(error, JailError) else str(error)
     resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
     try:
         print(json.dumps({"refusal": refusal}), flush=True)
         for line in () if refusal else sys.stdin:
             if not referee.lives():
                 return
-            print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this has not died over the job
+            print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this costs the job no try
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-    except ConnectionError:  # the trainer is gone
+    except (JailError, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
         os._exit(1)
 
 
 # The trainer's side: it starts workers, hands out jobs and waits, never without a limit.
+
+# How a worker ends by itself while it reads a text: too slow, or too deep.  The kernel and people send other signals.
+_OWN_ENDS = (-signal.SIGVTALRM, -signal.SIGSEGV, -signal.SIGABRT)
 
 
 class _Worker:
@@ -1090,36 +1231,45 @@ class _Worker:
             return json.loads(answer) if answer.endswith(b"\n") else None
         return None
 
-    def judge(self, job: Job) -> Verdict:
-        """The verdict on one job; "error" when the worker died over it.  A worker that dies before it begins did not
-        die over the job: the next one gets it.  If none starts in a minute (memory is short), raises as check()."""
-        line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
+    def _begin(self, line: str, seconds: float) -> None:
+        """Hand a job to a worker, and wait until it begins.  One that is dead is replaced.  If none begins in a minute
+        (memory is short), raises as check()."""
         failure: UsageError = WorkerError("workers die at once")
-        begun = False
+        deadline = time.monotonic() + LIMITS.start_seconds
+        while True:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if time.monotonic() > deadline:
+                raise failure
+            try:
+                if self._process.poll() is not None:
+                    self._end()
+                    self._start()
+                    self.check()
+            except (UsageError, OSError) as error:
+                failure = error if isinstance(error, UsageError) else WorkerError(str(error))
+                time.sleep(0.5)
+                continue
+            if self._exchange(line, seconds) is not None:
+                return
+            self._end()
+
+    def judge(self, job: Job) -> Verdict:
+        """The verdict on one job.  No program can end its referee or its zygote.  So one that dies is replaced, and the
+        job is judged again.  A text can end the parser that reads it, and gets "error".  Raises as check(), and
+        WorkerError when several workers in a row die over the job."""
+        line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
         with self._turn:
-            deadline = time.monotonic() + LIMITS.start_seconds
-            while not begun:
-                if self._closed:
-                    raise RuntimeError("the pool is closed")
-                if time.monotonic() > deadline:
-                    raise failure
-                try:
-                    if self._process.poll() is not None:
-                        self._end()
-                        self._start()
-                        self.check()
-                except (UsageError, OSError) as error:
-                    failure = error if isinstance(error, UsageError) else WorkerError(str(error))
-                    time.sleep(0.5)
-                    continue
-                begun = self._exchange(line, min(limit, LIMITS.start_seconds)) is not None
-                reply = self._exchange("", limit) if begun else None
-                if reply:
+            for _ in range(LIMITS.tries):
+                self._begin(line, min(limit, LIMITS.start_seconds))
+                if reply := self._exchange("", limit):
                     return Verdict(**reply | {"results": tuple(GameResult(**result) for result in reply["results"])})
                 self._end()
+                if self._process.returncode in _OWN_ENDS:
+                    return _no_verdict(job, None, "none", "error", "the text ends Python's parser")
         if self._closed:
             raise RuntimeError("the pool is closed")
-        return _no_verdict(job, None, "none", "error", "the referee's process ended over it")
+        raise WorkerError(f"{LIMITS.tries} referees in a row died over one game, which no program can cause")
 
     def _end(self) -> None:
         import subprocess
@@ -1604,7 +1754,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     try:
         model, tokenizer = machine.load_plain(name, dtype or torch.bfloat16) if plain else (
             unsloth.FastLanguageModel.from_pretrained(model_name=name, max_seq_length=config.max_seq_length,
-                                                      dtype=dtype, random_state=config.seed, **load)
+                                                      dtype=dtype, random_state=config.seed,
+                                                      trust_remote_code=False, **load)
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -1740,6 +1891,12 @@ def training_set(config: TrainConfig, ladder: Ladder, best: archive.Archive | No
     return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
 
 
+def logged(verdict: Verdict, size: int) -> dict[str, Any]:
+    """A verdict for a file.  Boards have names there: with a seed, anyone can search for the moves that win."""
+    games = [dataclasses.asdict(result) for result in verdict.results]
+    return {**vars(verdict), "results": [{"board": board_name(size, game.pop("seed")), **game} for game in games]}
+
+
 class Rollouts:
     """Every step's judged completions, a line each in rollouts.jsonl.  Ladder and archive follow from them."""
 
@@ -1752,7 +1909,7 @@ class Rollouts:
         """Write down a step: this rank's completions, and all ranks' rewards with their weighted sum (B, R + 1)."""
         from accelerate.utils import gather_object
 
-        rows = [{"text": completion_text(completion), **dataclasses.asdict(verdict)}
+        rows = [{"text": completion_text(completion), **logged(verdict, columns["size"][0])}
                 for completion, verdict in zip(completions, judge(completions, **columns), strict=True)]  # fmt: skip
         rows = [row | {"reward": round(values[-1], 4)}  # the sum
                 for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)]  # fmt: skip

@@ -3,9 +3,9 @@
     ./setup.sh --with openenv python -m integrations.openenv_2048 --port 8000
 
 `reset` draws boards and gives the prompt; a `seed` draws the same boards again, on the same machine.  `step` takes an
-answer and plays its program in the jail on those boards.  With several `turns`, the outcome comes back as `feedback`,
-and the next answer plays the same boards, so no bad game is drawn again.  The last answer counts: a step's reward is
-what it adds to that of the answer before, and an episode's sum is the last answer's reward.
+answer and plays its program in the jail.  With several `turns`, all answers but the last play boards for practice,
+whose outcome comes back as `feedback` and is worth nothing.  The last answer alone plays the boards that are paid, so
+no bad game is tried again, and its reward is the episode's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Args(task.Game):
     host: str = "127.0.0.1"
     port: int = 8000
     sessions: int = 16  # at once
-    turns: int = 1  # answers in an episode; it ends sooner when every game is won, or a program cheats
+    turns: int = 1  # answers in an episode; it ends sooner when every game of practice is won, or a program cheats
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ class Judged(Observation):
     prompt: str
     works: str = ""  # "load", "fail" or "none"
     cheating: str = ""
-    outcomes: list[str] = []  # noqa: RUF012 - one a board; pydantic copies it
+    outcomes: list[str] = []  # noqa: RUF012 - one a board, of practice until the episode is done; pydantic copies it
     largest_tiles: list[int] = []  # noqa: RUF012
     details: list[str] = []  # noqa: RUF012
     feedback: str = ""  # the next message to the model; empty when the episode is done
@@ -76,19 +76,22 @@ class Game2048(Environment[Answer, Judged, State]):
         """New boards and a wording of the task."""
         drawn = secrets.randbits(62) if seed is None else seed
         self._question = task.Question.read({**vars(self._args), "index": drawn, "split": "train"})
-        self._state, self._reward = State(episode_id=episode_id or secrets.token_hex(8), step_count=0), 0.0
+        self._state = State(episode_id=episode_id or secrets.token_hex(8), step_count=0)
         return Judged(prompt=self._question.prompt)
 
     def step(self, action: Answer, timeout_s: float | None = None, **_: Any) -> Judged:
-        """Play the answer's program.  The reward is what the sum of training's three rewards has grown by."""
+        """Play the answer's program.  The last one's reward is the sum of training's three rewards, others have 0."""
         self._state.step_count += 1
-        verdict, rewards = task.judge(self._question, action.answer)
-        before, self._reward = self._reward, sum(rewards.values())
-        done = task.is_final(verdict) or self._state.step_count >= self._args.turns
+        rewards: dict[str, float] = {}
+        if not (done := self._state.step_count >= self._args.turns):
+            verdict = task.practise(self._question, action.answer)
+            done = task.is_final(verdict)
+        if done:
+            verdict, rewards = task.judge(self._question, action.answer)
         return Judged(
             prompt=self._question.prompt,
             done=done,
-            reward=self._reward - before,
+            reward=float(sum(rewards.values())),
             works=verdict.works,
             cheating=verdict.cheating,
             outcomes=[result.outcome for result in verdict.results],

@@ -4,6 +4,9 @@ Thin over `gpt_2048_rl.judge` and the rewards.  A question names its boards by a
 this machine's secret when an answer is judged.  So a dataset, a trace or a server's answer can be shown to anyone:
 whoever knew a seed could search for a program that fits its tiles.  Machines that share work need the same secret,
 `~/.cache/gpt_2048_rl/board_key`; otherwise the answers of one group play different boards.
+
+With several turns, an answer that is not the last plays other boards, for practice.  Feedback on the boards that are
+paid would let a policy keep what went well on each and draw the rest again, which raises tiles without skill.
 """
 
 from __future__ import annotations
@@ -62,8 +65,13 @@ class Question(Game):
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of its boards, on this machine."""
+        """Of the boards that are paid, on this machine."""
         return program.board_seeds(self.boards, "integrations", self.index, held_out=self.split == "test")
+
+    @property
+    def practice(self) -> tuple[int, ...]:
+        """Seeds of as many other boards."""
+        return program.board_seeds(self.boards, "practice", self.index, held_out=self.split == "test")
 
 
 def columns(questions: Sequence[Question]) -> dict[str, list[Any]]:
@@ -72,25 +80,31 @@ def columns(questions: Sequence[Question]) -> dict[str, list[Any]]:
     return {name: [getattr(question, name) for question in questions] for name in names}
 
 
+def practise(question: Question, answer: str) -> program.Verdict:
+    """The verdict on an answer that is not the last: on the boards for practice."""
+    (verdict,) = program.judge([answer], **columns([question]) | {"seeds": [question.practice], "record": [True]})
+    return verdict
+
+
 def judge(question: Question, answer: str) -> tuple[program.Verdict, dict[str, float]]:
-    """The verdict on an answer, and its rewards by name.  Of an answer that is too long to be read, no more is kept."""
+    """The verdict on the last answer, and its rewards by name.  Of one that is too long to be read, no more is kept."""
     return _judge(question, answer[: program.LIMITS.text_chars + 1])
 
 
 @lru_cache(maxsize=64)
 def _judge(question: Question, answer: str) -> tuple[program.Verdict, dict[str, float]]:
-    game = columns([question]) | {"record": [True]}
+    game = columns([question])
     (verdict,) = program.judge([answer], **game)
     return verdict, {reward.__name__: reward([answer], **game)[0] for reward in program.REWARDS}
 
 
 def is_final(verdict: program.Verdict) -> bool:
-    """Whether there is nothing to improve: every game is won.  Or it cheats, which has to cost something."""
+    """Whether nothing is left to improve in practice: every game is won.  Or it cheats, which has to cost something."""
     return bool(verdict.cheating) or all(result.outcome == "success" for result in verdict.results)
 
 
 def feedback(question: Question, verdict: program.Verdict) -> str:
-    """The message to the author of an answer: how each game ended, and the last position of the worst."""
+    """The message to the author of an answer that practised: how each game ended, and the worst one's last position."""
     lines = [f"Your program did not play: {verdict.results[0].detail}."]
     if verdict.works == "load":
         lines = [f"Board {i}: {result.outcome}, largest tile {result.max_tile}, {result.steps} moves. {result.detail}"
@@ -100,7 +114,8 @@ def feedback(question: Question, verdict: program.Verdict) -> str:
         for move in worst.moves:
             game.move(int(move))
         lines += [f"The last position on board {verdict.results.index(worst) + 1}:", *map(str, game.board())]
-    return "\n".join([*lines, "Answer with a better program. It plays the same boards. The last answer counts."])
+    return "\n".join([*lines, "Answer with a better program. These boards were for practice. The last answer "
+                      "counts, on other boards."])  # fmt: skip
 
 
 def start(kind: type[Any], run: Callable[[Any], int], prog: str, argv: Sequence[str] | None = None) -> int:

@@ -39,6 +39,10 @@ class Program(vf.Task[Data]):
         """The verdict and the rewards, in a thread, because games take seconds."""
         return await asyncio.to_thread(task.judge, task.Question.read(self.data.question), answer)
 
+    async def practise(self, answer: str) -> program.Verdict:
+        """The verdict on an answer that is not the last."""
+        return await asyncio.to_thread(task.practise, task.Question.read(self.data.question), answer)
+
     @vf.metric
     async def games(self, trace: vf.Trace) -> dict[str, float]:
         """Share of won games, and the largest tile of all."""
@@ -59,7 +63,7 @@ class Options(vf.TasksetConfig):
     game: task.Game = task.Game()
     split: Literal["train", "test"] = "train"  # "test" has other boards and a wording of its own
     tasks: int = Field(100, ge=1)
-    turns: int = Field(1, ge=1, le=64)  # answers to a prompt; fewer when every game is won, or a program cheats
+    turns: int = Field(1, ge=1, le=64)  # answers to a prompt; fewer when practice is all won, or a program cheats
 
 
 class Programs(vf.Taskset[Program, Options]):
@@ -97,7 +101,7 @@ class Roles(vf.EnvConfig):
 
 
 class Conversation(vf.Env[Roles]):
-    """A prompt and up to `turns` answers; after each, its author is told how the games ended."""
+    """A prompt and up to `turns` answers; after each but the last, its author is told how it fared in practice."""
 
     async def start(self) -> None:
         """Fail before the first task where the jail does not hold."""
@@ -111,7 +115,7 @@ class Conversation(vf.Env[Roles]):
                 segment = await interaction.turn(message)
                 if segment.terminated or not turns_left:
                     return
-                verdict, _ = await row.judge(segment.last_reply)
+                verdict = await row.practise(segment.last_reply)
                 if task.is_final(verdict):
                     return
                 message = task.feedback(task.Question.read(row.data.question), verdict)

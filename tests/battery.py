@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gpt_2048_rl as program
 
 LEFT = 'def strategy(board):\n    return "a"\n'  # ends as stuck: what a strategy returns that has done its harm
@@ -51,7 +53,10 @@ TAMPERING = {
     "empties the board": (always("del board[:]"), "stuck"),
     "puts the board into itself": (always("board.append(board); board[0][0] = board"), "stuck"),
     "keeps every board": (always("kept.append(board)", before="kept = []"), "stuck"),
-    "walks the frames": (FRAMES.format(what="scope.update(dict(message=b'', score=10 ** 9, games=[]))"), "stuck"),
+    "walks the frames": (
+        FRAMES.format(what="scope.update(dict(message=b'', score=10 ** 9, games=[]))"),
+        "stuck" if sys.version_info < (3, 13) else "error",  # from then on a frame's locals can be changed
+    ),
     "patches the game in its callers' globals": (
         FRAMES.format(what="GB = scope.get('GameBoard'); GB and setattr(GB, 'state', lambda self: 'success')"),
         "stuck",
@@ -206,6 +211,9 @@ RESOURCES = {
     "a power inside C": (returns("str(3 ** 10 ** 8)[0]"), "timeout"),
     "a shift without end": (returns("1 << 10 ** 12"), "error"),
     "a number too long to print": (returns("str(10 ** 5000)"), "error"),
+    "a number of 24,000 digits": (
+        always("int(str(3 ** 50_000))", before="sys.set_int_max_str_digits(0)"), "stuck",
+    ),
     "sum of count": (returns("sum(itertools.count())", "import itertools"), "timeout"),
     "max of cycle": (returns("max(itertools.cycle([1]))", "import itertools"), "timeout"),
     "deque of repeat": (
@@ -450,9 +458,9 @@ ASLEEP = {
 
 # Entropy gave each replay new luck.  What Python offers comes from the game's first board; the kernel's is refused.
 LUCK = {
-    "os.urandom": (always("os.urandom(4)"), "error"),
-    "os.getrandom": (always("os.getrandom(4)"), "error"),
-    "secrets": (always("sys.modules['secrets'].token_bytes(4)"), "error"),
+    "os.urandom": (always("os.urandom(4)"), "stuck"),
+    "os.getrandom": (always("os.getrandom(4)"), "stuck"),
+    "random's own urandom": (always("random._urandom(4)"), "stuck"),
     "reads /dev/urandom": (always("open('/dev/urandom', 'rb')"), "error"),
     "reads /dev/random": (always("os.open('/dev/random', 0)"), "error"),
     "uuid4": (always("sys.modules['uuid'].uuid4()"), "error"),

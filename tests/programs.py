@@ -293,7 +293,8 @@ def skill(games: list[Game], target: int) -> float:
 def refereed(game: Game, job: program.Job) -> program.GameResult:
     """What the referee says of a recorded game under a job's target and time limit.
 
-    CPU time between two milestones is taken as even.
+    CPU time between two milestones is taken as even.  All moves count, because programs that take longer than the
+    first thousand moves allow play legal keys alone.
     """
     board, milestones, (outcome, moves, seconds) = game
     wanted, tile, last = job.target.bit_length() - 1, milestones[0][0], (0, 0.0)

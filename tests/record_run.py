@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -34,18 +33,12 @@ def write_curves(file: Path, curves: Mapping[str, Mapping[int, float]]) -> None:
 
 
 def record(run: Path) -> None:
-    """Replace tests/recorded_run.  Board seeds become small numbers; of TensorBoard's events the curves are kept."""
+    """Replace tests/recorded_run.  Of TensorBoard's events the curves are kept."""
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
-    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json", "best_of_n.py"):
+    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json", "best_of_n.py",
+                 "rollouts.jsonl"):
         shutil.copyfile(run / name, RECORDED / name)
-    seeds: dict[int, int] = {}
-    with (RECORDED / "rollouts.jsonl").open("w", encoding="utf-8") as log:
-        for line in (run / "rollouts.jsonl").read_text(encoding="utf-8").splitlines():
-            step = json.loads(line)
-            for game in (game for done in step["completions"] for game in done["results"]):
-                game["seed"] = seeds.setdefault(game["seed"], len(seeds))
-            log.write(json.dumps(step) + "\n")
     write_curves(RECORDED / "events.out.tfevents.0.recorded", read_curves(run))
 
 

@@ -271,11 +271,15 @@ def test_a_runs_folder_is_played_by_its_best_program(tmp_path: Path, call: Call)
     assert (told["file"], told["games"]["1"]["outcome"]) == (str(tmp_path / "best_strategy.py"), "success")
 
 
-@pytest.mark.parametrize("timeout", ['[5, "--unsafe-no-jail"]', '"5 --unsafe-no-jail"', '"--unsafe-no-jail"'])
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize("timeout", ['[5, "--unsafe-no-jail"]', '"5 --unsafe-no-jail"', '"--unsafe-no-jail"', DEEP],
+                         ids=["a list", "a string", "an option", "200,000 brackets"])  # fmt: skip
 def test_a_program_cannot_switch_the_jail_off(
     timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The options in its first line are written by whoever wrote the file."""
+    """The options in its first line are written by whoever wrote the file.  Brackets ended in a traceback."""
     path = tmp_path / "hostile.py"
     path.write_text(f'# made for {{"held_out": ["4:2048"], "timeout": {timeout}}}\n{CONSTANT}')
     assert program.main(["play", str(path), "--json"]) == 2

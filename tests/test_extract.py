@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import symtable
+import sys
 import textwrap
+import unicodedata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpt_2048_rl as program
+import toolkit
 from gpt_2048_rl import extract_function, find_cheating
 
 PLAIN = 'def strategy(board):\n    return "a"'
@@ -252,15 +258,45 @@ BELOW = [
     "MEMO = collections.defaultdict(int)", "RNG = random.Random(0)", "ORDER = list('auéi')", "D = lambda k: str(k)",
     "strategy.rng = random.Random(0)", "strategy.memo = dict()", "best = functools.lru_cache(None)(_best)",
     "A = 'a'\nK = A", "K = ['a']\nK += ['u']", "T = {}\nfor k in 'auéi': T[k] = ord(k)", "if True: K = 'a'",
+    "T = []\nT.append('a')", "T = []\nfor k in 'auéi': T.append(k)", "T = {}\nT.update(a=1)", "setup()",
+    "T = {'a': []}\nT['a'].append(1)", "ORDER = list('auéi')\nrandom.shuffle(ORDER)", "T = [1, 2]\ndel T[0]",
+    "while not T: setup()", "strategy.memo.update(a=1)", "S = [1]\nsetup(S)", "if K: setup()",
+    "import heapq\nT = [2, 1]\nheapq.heapify(T)", "with K: T.clear()",
 ]
 
 
 @pytest.mark.parametrize("below", BELOW)
 def test_what_a_strategy_reads_may_stand_below_it(below: str) -> None:
-    """Assignments with a call in them were taken for an example of use, and the program raised NameError."""
-    code = ("import collections, functools, random\ndef _best(board): return 'a'\ndef strategy(board):\n"
-            f"    x = [MEMO, RNG, ORDER, D, K, T, best] and strategy\n    return 'a'\n{below}")  # fmt: skip
+    """Assignments with a call in them were taken for an example of use, and the program raised NameError.  Calls that
+    fill a list were dropped later, and the program played as a file and failed as an answer.
+    """
+    code = ("import collections, functools, random\ndef _best(board): return 'a'\ndef setup(*_): ORDER.sort()\n"
+            "def strategy(board):\n    x = [MEMO, RNG, ORDER, D, K, T, best] and strategy\n    return 'a'\n"
+            f"{below}")  # fmt: skip
     assert extract_function(f"```python\n{code}\nkey = strategy([[0]])\nboard = [[0]]\n```") == code
+    assert extract_function(f"Sure:\n\n{code}\n\nkey = strategy([[0]])\n\nsorted(board)\nDone.") == code
+
+
+EXAMPLES = [
+    "print(T)", "T.append(strategy([[0]]))", "main()", "play(strategy)", "assert helper([[0]]) == 1", "Game().run()",
+    "if __name__ == '__main__':\n    helper(T)", "while True: main()", "for _ in range(9): T.append(main())",
+    "board = [[0]]\nboard.append([0])", "len(board)", "helper", "input('key? ')",
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_of_use_is_no_part_of_a_program(example: str) -> None:
+    """Also behind functions that play a game: they would play it, or ask a person, when the program is loaded."""
+    code = ("T = []\ndef helper(b): return len(T)\ndef strategy(board):\n    return 'a' if helper(board) else 'u'\n"
+            "def play(f): return f([[0]])\ndef turn(): return strategy([[0]])\ndef main(): turn()\n"
+            "class Game:\n    def run(self): main()")  # fmt: skip
+    assert extract_function(f"```python\n{code}\n{example}\n```") == code
+
+
+def test_prose_that_looks_like_code_is_not_kept() -> None:
+    """Above an unfenced program it would raise NameError: only what assigns or takes part in the program counts."""
+    code = f"T = []\nT.append('a')\n{PLAIN.replace(chr(34) + 'a' + chr(34), 'T[0]')}"
+    assert extract_function(f"Idea (greedy)\nif so: good\n{code}\nif so: better\nThen (left)") == code
 
 
 def test_the_lines_of_a_string_keep_their_blanks() -> None:
@@ -281,6 +317,9 @@ UNPRINTABLE = {
     "delete": "'\x7f'",
     "a title": "'\x1b]0;x\a'",
     "no-break space": "'\xa0'",
+    "a letter without a shape": "'\u3164'",
+    "an empty braille cell": "'\u2800'",
+    "a selector of variants": "'\u2b05\ufe0f'",
 }
 
 
@@ -295,11 +334,28 @@ def test_a_program_holds_nothing_that_a_terminal_acts_on(text: str, where: str) 
     visible = program.visible_program(source)
     assert visible is not None
     assert program.visible_program(visible) == visible
-    assert all(character.isprintable() or character in "\n\t" for character in visible)
+    assert toolkit.visible(visible) == visible
     programs = [dict[str, Any](), dict[str, Any]()]
     exec(source, programs[0])
     exec(visible, programs[1])
     assert programs[0]["strategy"]([]) == programs[1]["strategy"]([])
+
+
+def test_a_name_that_nobody_can_see_is_no_name() -> None:
+    """It passed for printable, so what was shown was not what played."""
+    assert program.visible_program("def strategy(board, \u3164=1):\n    return 'a' if \u3164 else 'u'") is None
+
+
+def test_what_nobody_sees_is_escaped_where_it_is_shown() -> None:
+    """Fillers, joiners, selectors of variants, by their names in Unicode: isprintable() lets them pass."""
+    named = ("HANGUL FILLER", "HANGUL CHOSEONG FILLER", "HANGUL JUNGSEONG FILLER", "VARIATION SELECTOR",
+             "GRAPHEME JOINER", "BRAILLE PATTERN BLANK")  # fmt: skip
+    letters = [chr(number) for number in range(sys.maxunicode + 1) if chr(number).isprintable()]
+    unseen = "".join(letter for letter in letters if any(part in unicodedata.name(letter, "") for part in named))
+    assert len(unseen) > 260
+    assert program.printable(unseen[:20]) == ascii(unseen[:20])[1:-1]
+    assert toolkit.visible(unseen) == ascii(unseen)[1:-1]
+    assert toolkit.BLANK.pattern == program.BLANK.pattern
 
 
 def test_a_program_that_can_be_read_stays_as_it_is() -> None:
@@ -361,11 +417,11 @@ CHEATING = {
     "from import": (body("from sys import exit"), "imports sys"),
     "relative import": (body("from . import x"), "imports ."),
     "relative import of an allowed name": (body("from .math import sqrt"), "imports .math"),
-    "dunder attribute": (body("x = ().__class__"), "reaches for __class__"),
+    "dunder attribute": (body("x = f.__globals__"), "reaches for __globals__"),
     "the classic way out": (body("x = ().__class__.__bases__[0].__subclasses__()"), "reaches for __"),
     "globals of a function": (body("x = strategy.__globals__"), "reaches for __globals__"),
     "builtins by name": (body("x = __builtins__"), "reaches for __builtins__"),
-    "written dunder": (body("board.__class__ = list"), "reaches for __class__"),
+    "written dunder": (body("f.__code__ = g.__code__"), "reaches for __code__"),
     "in a decorator": ("@eval\n" + PLAIN, "uses eval"),
     "in a default": ("def strategy(board, x=open('/etc/passwd')):\n    return 'a'", "uses open"),
     "in an annotation": ("def strategy(board: exec('1')):\n    return 'a'", "uses exec"),
@@ -378,9 +434,12 @@ CHEATING = {
 @pytest.mark.parametrize("expression", [
     "max(s, key=s.__getitem__)", "int.__add__(1, 2)", "'ai'.__contains__('a')", "super().__new__", "x.__doc__",
     "[].__len__()", "operator.__add__", "super().__setattr__", "A.__eq__", "__debug__", "__doc__",
+    "self.__class__()", "__class__", "type(s).__name__", "s.__dict__", "f.__defaults__", "f.__kwdefaults__",
+    "f.__annotations__", "f.__wrapped__(1)", "s.__module__", "super().__init_subclass__()", "m.__func__",
+    "super().__getattribute__('x')", "s.__weakref__",
 ])  # fmt: skip
 def test_an_operators_name_is_honest(expression: str) -> None:
-    """`key=s.__getitem__` cost 20, and does what `key=s.get` does."""
+    """`key=s.__getitem__` cost 20, and does what `key=s.get` does; `s.__class__` does what `type(s)` does."""
     assert find_cheating(body(f"k = {expression}")) == ""
 
 
@@ -389,6 +448,11 @@ ELSEWHERE = {  # names that are bound in another scope than the one that reads t
     "a function's parameter": "def f(eval): pass",
     "a local": "def f():\n    eval = 1",
     "a comprehension's variable": "[eval for eval in range(3)]",
+    "an empty comprehension's variable": "[eval for eval in ()]",
+    "a comprehension's variable in another": "x = [[eval for eval in r] + [eval('1') for _ in r] for r in ()]",
+    "a comprehension's variable in a function": "def f():\n    return {eval: 1 for eval in ()}, [eval(x) for x in '1']",
+    "a function called top": "def top(eval): return eval",
+    "a lambda's default": "f = lambda g=lambda eval: 0: eval('1')",
     "a class's attribute": "class A:\n    eval = 1",
     "a keyword-only parameter": "def f(*, eval=1): pass",
     "a star parameter": "def f(*eval): pass",
@@ -415,6 +479,30 @@ def test_a_name_of_another_scope_lends_nothing(lines: str) -> None:
 ])  # fmt: skip
 def test_a_name_of_its_own_scope_is_honest(source: str) -> None:
     assert find_cheating(source) == ""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="symtable no longer tells comprehensions' names apart")
+@pytest.mark.parametrize("module", program.ALLOWED_MODULES)
+def test_names_have_the_scopes_that_python_gives_them(module: str) -> None:
+    """Of real code, by symtable, which was used until comprehensions hid an `eval` from it.  It leaves out `__class__`,
+    and annotations that are never evaluated."""
+    origin = importlib.util.find_spec(module).origin or ""  # type: ignore[union-attr]
+    if not origin.endswith(".py"):
+        pytest.skip("written in C")
+    source = Path(origin).read_text(encoding="utf-8")
+    top = symtable.symtable(source, origin, "exec")
+    tables, inside, read, bound = [top], set[str](), set[str](), set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            name = {symbol.get_name()}
+            if table is top or symbol.is_global():
+                read |= name if symbol.is_referenced() else set()
+                inside |= name if symbol.is_referenced() and table is not top else set()
+                bound |= name if symbol.is_assigned() or symbol.is_imported() else set()
+    found = [names - {"__class__"} for names in program._globals_of(ast.parse(source))]
+    assert found == [inside - {"__class__"}, read - bound - {"__class__"}]
 
 
 @pytest.mark.parametrize(("source", "reason"), CHEATING.values(), ids=CHEATING.keys())

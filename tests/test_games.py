@@ -150,6 +150,9 @@ def test_games_of_one_job_equal_games_played_alone(pool: Pool, source: str) -> N
 RANDOM = {
     "SystemRandom": "random.SystemRandom().choice('éuai')",
     "SystemRandom kept": "system.choice('éuai')",
+    "os.urandom": "'éuai'[random._os.urandom(1)[0] % 4]",
+    "os.getrandom": "'éuai'[random._os.getrandom(1)[0] % 4]",
+    "posix.urandom": "'éuai'[random._os.sys.modules['posix'].urandom(1)[0] % 4]",
     "Random without a seed": "random.Random().choice('éuai')",
     "seed without a seed": "(random.seed(), random.choice('éuai'))[1]",
     "Random, seeded again": "(system.seed(), system.choice('éuai'))[1]",

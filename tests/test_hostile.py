@@ -102,10 +102,10 @@ def test_hostile_completion_goes_through_all_rewards(pool: program.Pool, name: s
 
 
 WORKER = """
-import os, unicodedata
+import os
 import gpt_2048_rl as program
 from tests import helpers
-for name in program.ALLOWED_MODULES: __import__(name)  # an ordinary user may not read this Python's library
+for name in program.PRELOADED: __import__(name)  # an ordinary user may not read this Python's library
 {prepare}
 program.worker_main(0, True)
 """

@@ -20,7 +20,7 @@ import pytest
 import gpt_2048_rl as program
 from tests import preloaded
 from tests.fake_hub import FakeHub
-from tests.helpers import HELD_OUT, run
+from tests.helpers import HELD_OUT, ROOT, run, run_python
 from toolkit import UsageError
 from toolkit.doctor import DoctorConfig, doctor
 from toolkit.machine import (
@@ -214,8 +214,44 @@ def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest
     assert environment["UNSLOTH_GRPO_SEQ_PACKING"] == "1"
     assert environment["UNSLOTH_MOE_ROUTED_MAX_SLOTS"] == "256"
     assert environment["UNSLOTH_COMPILE_LOCATION"] == "/cache/gpt_2048_rl/unsloth_compiled"
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/gpt_2048_rl/torchinductor"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment.get("HF_HUB_OFFLINE") == ("1" if offline else None)
+
+
+COMPILES = """
+import json, os
+from toolkit.machine import prepare_environment
+prepare_environment(offline=True)
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+print(cache_dir())
+"""
+
+
+def test_compiled_code_is_not_taken_from_where_others_can_write(tmp_path: Path) -> None:
+    """torch runs what it finds in /tmp/torchinductor_USER, also if somebody else made that folder."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = run_python(COMPILES, env=environment)
+    assert done.stdout.strip() == str(tmp_path / "gpt_2048_rl" / "torchinductor"), done.stderr
+
+
+LOADS = """
+import sys
+from toolkit import machine
+machine.{loads}
+"""
+
+
+@pytest.mark.parametrize("loads", ["load_plain(sys.argv[1], 'auto')", "config_of(sys.argv[1])"])
+def test_a_models_folder_runs_no_python(loads: str, tmp_path: Path) -> None:
+    """A folder can name a file of its own as the model's code.  transformers asked, and a "y" in stdin ran it."""
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    done = run_python(LOADS.format(loads=loads), str(tmp_path), input="y\n" * 9)
+    assert "trust_remote_code" in done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -122,7 +123,24 @@ def test_the_outcome_comes_back_and_the_last_answer_counts(address: str) -> None
     assert "The last position on board" in first.observation["feedback"]
     assert second.done
     assert second.observation["feedback"] == ""
-    assert first.reward + second.reward == pytest.approx(program.WORKS["load"] + program.CLEAN + program.SUCCESS)
+    assert (first.reward, second.reward) == (0.0, program.WORKS["load"] + program.CLEAN + program.SUCCESS)
+
+
+def test_nothing_is_said_of_the_boards_that_are_paid_before_the_last_answer() -> None:
+    """An early end would say it too: a program that wins all of practice, and it alone, ends the episode."""
+    from integrations.openenv_2048 import Answer, Args, Game2048
+
+    game = Game2048(Args(size=6, target=256, boards=2, turns=3))
+    game.reset(seed=1)
+    answer = Answer(answer=ALWAYS_UP)
+    practised, again, last = (game.step(answer) for _ in range(3))
+    assert practised.largest_tiles == again.largest_tiles
+    assert [step.done for step in (practised, again, last)] == [False, False, True]
+    question = game._question
+    on_boards = [[program.execute_strategies([ALWAYS_UP], seeds, 6, 256)[0][i].steps for i in range(2)]
+                 for seeds in (question.practice, question.seeds)]  # fmt: skip
+    assert [int(steps) for steps in re.findall(r", (\d+) moves", practised.feedback)] == on_boards[0]
+    assert on_boards[0] != on_boards[1]
 
 
 def test_an_episode_is_done_after_its_turns_or_when_a_program_cheats() -> None:

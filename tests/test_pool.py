@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import select
 import signal
@@ -19,7 +20,8 @@ import pytest
 import gpt_2048_rl as program
 from gpt_2048_rl import GameResult, Job, Pool, execute_strategies
 from tests import helpers
-from tests.helpers import FOR_EVER, HONEST, alive, descendants, play, run_python, wait_until, without_seconds
+from tests.helpers import FOR_EVER, HONEST, ORDINARY, alive, descendants, play, run_python, wait_until, without_seconds
+from toolkit import UsageError
 
 
 def answers_right(pool: Pool) -> bool:
@@ -36,7 +38,7 @@ def test_a_zygote_that_cannot_start_says_why() -> None:
     """Its reason reaches the trainer as the one line of the JailError; it used to be lost."""
     code = """
 import gpt_2048_rl as program
-program.ALLOWED_MODULES = ("no_such_module",)
+program.PRELOADED = ("no_such_module",)
 try:
     program.Referee()
 except program.JailError as error:
@@ -282,19 +284,114 @@ def test_a_zygote_killed_while_idle_is_replaced(lone: Pool) -> None:
     assert descendants(worker._process.pid).isdisjoint({zygote})
 
 
-@pytest.mark.parametrize("victim", ["worker", "zygote", "player"])
-def test_a_process_killed_during_a_game(lone: Pool, victim: str) -> None:
-    """The strategy gets "error" and is not tried again.  The next one gets right answers."""
+SLOW = "def strategy(board):\n    for _ in range(8_000_000): pass\n    return 'x'"
+
+
+@pytest.mark.parametrize(("victim", "outcome"), [("worker", "invalid_move"), ("zygote", "invalid_move"),
+                                                 ("player", "error")])  # fmt: skip
+def test_a_process_killed_during_a_game(lone: Pool, victim: str, outcome: str) -> None:
+    """No program can end its referee or its zygote, so the game is played with new ones: it was charged as "error".
+    A player may have ended itself, so its game is not tried again.
+    """
     results: list[GameResult] = []
-    thread = threading.Thread(target=lambda: results.extend(play(lone, FOR_EVER, timeout=60)))
+    thread = threading.Thread(target=lambda: results.extend(play(lone, SLOW, timeout=60)))
     thread.start()
     (worker,) = {worker._process.pid for worker in lone._workers}
     assert wait_until(lambda: len(descendants(worker)) == 2)
     zygote, player = sorted(descendants(worker), key=lambda pid: helpers.read_stat(pid)[1] != worker)
     os.kill({"worker": worker, "zygote": zygote, "player": player}[victim], signal.SIGKILL)
-    thread.join(20)
-    assert [result.outcome for result in results] == ["error"]
+    thread.join(60)
+    assert [result.outcome for result in results] == [outcome]
     assert answers_right(lone)
+
+
+ON_A_WORKER = """
+import json, os, resource, signal, sys, threading, time
+import {modules}
+import gpt_2048_rl as program
+from tests import helpers
+if os.geteuid() == 0:  # root may fork in spite of limits
+    {ordinary}
+{code}
+"""
+
+
+def on_a_worker(code: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as an ordinary user."""
+    return run_python(ON_A_WORKER.format(modules=", ".join(program.PRELOADED), ordinary=ORDINARY, code=code))
+
+
+FULL = """
+referee = program.Referee()
+before = resource.getrlimit(resource.RLIMIT_NPROC)
+limit = lambda most: resource.prlimit(referee._zygote_pid, resource.RLIMIT_NPROC, (most, before[1]))
+limit(0)
+threading.Timer(1, limit, [before[0]]).start()
+began = time.monotonic()
+works, (result,) = referee.play("def strategy(board): return 'a'", program.Job("", (1,)))
+print(works, result.outcome, time.monotonic() - began > 0.9)
+"""
+
+
+def test_a_fork_that_fails_is_tried_again() -> None:
+    """With no process left for a moment, an honest program earned "none" and "error"."""
+    done = on_a_worker(FULL)
+    assert done.stdout == "load stuck True\n", done.stderr
+
+
+DEAD_ZYGOTE = """
+players, begin = [], program._PlayerProcess.__init__
+def begins(self, zygote, *arguments):
+    if players:  # not that of the canary
+        (child,) = helpers.descendants(os.getpid())
+        os.kill(child, signal.SIGKILL)
+    players.append(self)
+    begin(self, zygote, *arguments)
+program._PlayerProcess.__init__ = begins
+program.worker_main(0, True)
+"""
+
+
+def test_a_worker_whose_zygote_is_gone_ends_without_a_traceback() -> None:
+    """It ended with one, and the job was charged for it."""
+    job = json.dumps(dataclasses.asdict(Job(HONEST, (1,)))) + "\n"
+    code = "import os, signal\nimport gpt_2048_rl as program\nfrom tests import helpers\n" + DEAD_ZYGOTE
+    done = run_python(code, input=job)
+    assert done.stdout.splitlines() == ['{"refusal": ""}', '{"begun": true}']
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_text_that_ends_the_parser_is_charged_at_once(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal is the worker's own, and the next worker would get it too."""
+    began: list[str] = []
+    begin = program._Worker._begin
+
+    def die(worker: program._Worker, line: str, seconds: float) -> None:
+        began.append(line)
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        worker._socket.sendall(line.encode())
+        os.kill(worker._process.pid, signal.SIGVTALRM)
+        os.kill(worker._process.pid, signal.SIGCONT)
+
+    monkeypatch.setattr(program._Worker, "_begin", die)
+    (result,) = play(lone, HONEST)
+    assert (result.outcome, result.detail) == ("error", "the text ends Python's parser")
+    assert len(began) == 1
+    monkeypatch.setattr(program._Worker, "_begin", begin)
+    assert answers_right(lone)
+
+
+def test_workers_that_die_again_and_again_are_nobodys_fault(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is told; the program gets no verdict that it did not earn."""
+    begin = program._Worker._begin
+
+    def die(worker: program._Worker, line: str, seconds: float) -> None:
+        begin(worker, line, seconds)
+        os.kill(worker._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(program._Worker, "_begin", die)
+    with pytest.raises(UsageError, match="3 referees in a row died"):
+        play(lone, FOR_EVER)
 
 
 @pytest.mark.parametrize("source", [HONEST, "#" * 500_000 + "\n" + HONEST], ids=["short", "long"])

@@ -59,15 +59,35 @@ def test_the_key_of_the_boards_is_kept_and_secret(tmp_path: Path, monkeypatch: p
         assert program.board_seeds(2, held_out=True) == first
         file = tmp_path / "gpt_2048_rl" / "board_key"
         assert (len(file.read_text()), file.stat().st_mode & 0o777) == (32, 0o600)
-        file.write_text("another machine's")
+        file.write_text("0123456789abcdef" * 2 + "\n")  # another machine's
         board_key.cache_clear()
         assert program.board_seeds(2, held_out=True) != first
-        file.write_text("")  # as after a full disk
-        board_key.cache_clear()
-        with pytest.raises(UsageError, match="board_key is empty: remove it"):
-            program.board_seeds(2)
     finally:
         board_key.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "said"),
+    [
+        ("", 0o600, "holds no key: remove it"),  # as after a full disk
+        ("0", 0o600, "holds no key: remove it"),
+        ("\ud800" * 32, 0o600, "holds no key: remove it"),
+        ("0123456789abcdef" * 2, 0o644, "others may read or change .*: chmod 600 it"),
+        ("0123456789abcdef" * 2, 0o620, "others may read or change .*: chmod 600 it"),
+    ],
+)
+def test_a_key_that_others_may_know_is_refused(
+    key: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can guess or read it knows every board, and so every tile to come."""
+    file = tmp_path / "gpt_2048_rl" / "board_key"
+    file.parent.mkdir()
+    file.write_text(key, errors="surrogatepass")
+    file.chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    board_key.cache_clear()
+    with pytest.raises(UsageError, match=said):
+        program.board_seeds(2)
 
 
 def test_no_player_is_forked_from_a_process_that_knows_seeds() -> None:

@@ -143,7 +143,7 @@ def test_json_is_read_or_its_file_is_named(tmp_path: Path) -> None:
     assert runs.read_json(file) == {}
     file.write_text('{"a": 1}')
     assert runs.read_json(file) == {"a": 1}
-    for damaged in ("", '{"a": ', "[1]", "null", "\udcff"):
+    for damaged in ("", '{"a": ', "[1]", "null", "\udcff", "[" * 200_000):
         file.write_bytes(damaged.encode("utf-8", "surrogateescape"))
         with pytest.raises(UsageError, match=r"file\.json is damaged"):
             runs.read_json(file)

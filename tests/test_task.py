@@ -75,8 +75,32 @@ def test_trl_logs_each_reward_under_its_name() -> None:
         == [reward.__name__ for reward in program.REWARDS]  # fmt: skip
 
 
+REMEMBERS = """```python
+import random
+LUCKY = {lucky}
+def strategy(board):
+    if str(board) in LUCKY: return LUCKY[str(board)]
+    raise ValueError(board)
+```"""
+
+
+def test_feedback_is_on_other_boards_than_those_that_are_paid() -> None:
+    """A fixed policy kept each game's good moves from turn to turn and drew the rest again: tiles of 512 to 1024, with
+    no more skill on new boards.  What it learns by heart in practice is worth nothing in the end.
+    """
+    asked, lucky = question(), dict[str, str]()
+    for _ in range(40):
+        answer = REMEMBERS.format(lucky=lucky)
+        for result in task.practise(asked, answer).results:
+            lucky[result.detail.removeprefix("ValueError: ")] = "éuai"[len(lucky) % 4]
+    learned = task.practise(asked, answer).results
+    assert min(result.steps for result in learned) > 10
+    assert [result.steps for result in task.judge(asked, answer)[0].results] == [1, 1]
+    assert not set(asked.seeds) & set(asked.practice)
+
+
 def test_feedback_shows_the_position_in_which_the_worst_game_ended() -> None:
-    verdict, _ = task.judge(question(), BAD)
+    verdict = task.practise(question(), BAD)
     told = task.feedback(question(), verdict)
     worst = min(verdict.results, key=lambda result: result.max_tile)
     rows = [json.loads(line) for line in told.splitlines() if line.startswith("[")]
@@ -89,7 +113,7 @@ def test_feedback_shows_the_position_in_which_the_worst_game_ended() -> None:
 
 
 def test_feedback_says_why_nothing_played() -> None:
-    verdict, _ = task.judge(question(), "```python\ndef strategy(board)\n    return 'é'\n```")
+    verdict = task.practise(question(), "```python\ndef strategy(board)\n    return 'é'\n```")
     assert task.feedback(question(), verdict).startswith("Your program did not play: ")
     assert not task.is_final(verdict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run, flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import programs, results, stage_name
+from toolkit.evaluation import board_name
 from toolkit.runs import OUTCOMES, read_curves
 
 
@@ -59,17 +61,30 @@ def test_people_get_a_line_per_step_on_stderr(trained: Run) -> None:
 
 def test_a_group_shares_its_boards_and_a_new_step_brings_new_ones(trained: Run) -> None:
     groups = [step["completions"] for step in trained.rollouts]
-    boards = [{tuple(game["seed"] for game in row["results"]) for row in group} for group in groups]
+    boards = [{tuple(game["board"] for game in row["results"]) for row in group} for group in groups]
     assert [len(step["completions"]) for step in trained.rollouts] == [GENERATIONS] * STEPS
     assert all(len(step) == 1 for step in boards)
     assert len(set.union(*boards)) == STEPS
-    assert not {s for step in boards for group in step for s in group} & set(program.board_seeds(4, held_out=True))
+    held_out = {board_name(SIZE, seed) for seed in program.board_seeds(4, held_out=True)}
+    assert not {board for step in boards for group in step for board in group} & held_out
+
+
+def test_the_log_holds_no_seed(trained: Run) -> None:
+    """With the seeds of a copied or published log, anyone could search for the moves that win its boards."""
+    config = json.loads((trained.folder / "config.json").read_text())
+    seeds = [program.board_seeds(config["boards"], config["seed"], step) for step in range(STEPS)]
+    log = (trained.folder / "rollouts.jsonl").read_text()
+    assert not {str(seed) for step in seeds for seed in step} & set(re.findall(r"\d+", log))
+    names = [{game["board"] for row in step["completions"] for game in row["results"]} for step in trained.rollouts]
+    assert names == [{board_name(SIZE, seed) for seed in step} for step in seeds]
 
 
 def test_the_log_holds_sources_and_rewards_that_can_be_checked(trained: Run, pool: program.Pool) -> None:
     """Judging a logged completion again gives the logged reward."""
-    row = max((row for step in trained.rollouts for row in step["completions"]), key=lambda row: float(row["reward"]))
-    seeds = [game["seed"] for game in row["results"]]
+    rows = [(step["step"], row) for step in trained.rollouts for row in step["completions"]]
+    step, row = max(rows, key=lambda pair: float(pair[1]["reward"]))
+    config = json.loads((trained.folder / "config.json").read_text())
+    seeds = program.board_seeds(config["boards"], config["seed"], step - 1)
     columns = {"seeds": [seeds], "size": [SIZE], "target": [TARGET]}
     rewards = [reward([row["text"]], **columns)[0] for reward in program.REWARDS]  # this answer was not cut off
     assert sum(rewards) == pytest.approx(row["reward"], abs=1e-4)  # logged with four digits
@@ -242,7 +257,7 @@ def test_groups_of_a_step_and_stages_that_climb(base: Path, tmp_path: Path) -> N
     sizes = read_curves(folder)["games/size"]
     for step in steps:
         assert sizes[step["step"]] == step["size"]
-        boards = [tuple(game["seed"] for game in row["results"]) for row in step["completions"]]
+        boards = [tuple(game["board"] for game in row["results"]) for row in step["completions"]]
         assert [len(set(boards[:4])), len(set(boards[4:])), len(set(boards))] == [1, 1, 2]
         for row in step["completions"]:
             for game in row["results"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -14,12 +15,21 @@ class UsageError(Exception):
     """What was wrong and what to do, in one line; the program exits with code 2."""
 
 
+BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+                   "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
+"""Characters that isprintable() lets pass and nobody sees, as in gpt_2048_rl.py, which plays without this folder."""
+
+
 def visible(text: object) -> str:
-    """Text with every non-printable character escaped, except line breaks and tabs.
+    """Text with every non-printable or invisible character escaped, except line breaks and tabs.
 
     Model-written text can hold characters that move a terminal's cursor or reorder the text around them.
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(text))
+
+    def is_visible(character: str) -> bool:
+        return character in "\n\t" or (character.isprintable() and not BLANK.match(character))
+
+    return "".join(c if is_visible(c) else ascii(c)[1:-1] for c in str(text))
 
 
 def fits(value: object, hint: Any) -> bool:

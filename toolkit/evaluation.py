@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
+import re
 import secrets
 import statistics
 from collections.abc import Mapping, Sequence
@@ -44,11 +46,21 @@ def board_key() -> str:
             with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
                 os.link(new, file)
             new.unlink()
-        if not (key := file.read_text()):
-            raise UsageError(f"{file} is empty: remove it, and boards are drawn anew")
-        return key
+        if file.stat().st_mode & 0o077:  # whoever has it knows every board
+            raise UsageError(f"others may read or change {file}: chmod 600 it, or remove it, and boards are drawn anew")
+        key = file.read_text().strip()
     except OSError as error:
         raise UsageError(f"{file} cannot be stored ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+    except ValueError:
+        key = ""
+    if not re.fullmatch("[0-9a-f]{32}", key):
+        raise UsageError(f"{file} holds no key: remove it, and boards are drawn anew")
+    return key
+
+
+def board_name(size: int, seed: int) -> str:
+    """A name for a board, by which runs are compared.  It tells nothing about the seed."""
+    return hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12]
 
 
 def wilson_interval(won: int, games: int) -> tuple[float, float]:

@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit import UsageError, llamacpp, tiny, verify
 from toolkit.evaluation import read_scores
 from toolkit.machine import (
+    OWN_CODE_ALONE,
     adapter_base,
     available_memory,
     check_disk,
     check_download,
     check_model,
+    config_of,
     download_size,
     library_versions,
     load_plain,
@@ -451,11 +453,9 @@ def find_adapter(source: Path) -> Path:
 
 def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
-    from transformers import AutoConfig
-
     whole = config.format not in ("lora", "gguf_lora")
     if config.format not in ("lora", "merged_16bit") and (
-        family := AutoConfig.from_pretrained(base).model_type) != "gpt_oss":  # fmt: skip
+        family := config_of(base).model_type) != "gpt_oss":  # fmt: skip
         raise UsageError(f"{config.format} is a format for gpt-oss, but {base} is {family}: use --format "
                          f"{'merged_16bit' if whole else 'lora'}")  # fmt: skip
     if not whole and not config.verify:
@@ -463,7 +463,7 @@ def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[s
     try:
         if not whole and download_size(base):
             raise UsageError(f"the weights of {base} are not on this machine")
-        known = AutoConfig.from_pretrained(base)
+        known = config_of(base)
         written = weights_size(known, experts_of(config)) if config.format != "lora" else 0
         check_base(base, known, written, written if config.format != "merged_16bit" else 0, folder)
     except (OSError, UsageError) as error:
@@ -479,7 +479,7 @@ def write_format(
 ) -> None:
     """Write the files of a format.  `lora` holds the adapter in the released layout, and the tokenizer."""
     from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     if config.format == "lora":
         shutil.copytree(lora, made)
@@ -487,9 +487,10 @@ def write_format(
     if config.format == "gguf_lora":
         made.mkdir()
         llamacpp.write_adapter(made / "adapter.gguf", load_file(lora / "adapter_model.safetensors"),
-                               AutoConfig.from_pretrained(base), read_json(lora / "adapter_config.json"))  # fmt: skip
+                               config_of(base), read_json(lora / "adapter_config.json"))  # fmt: skip
     else:
-        write_merged(adapted, AutoTokenizer.from_pretrained(lora), config, made, say)
+        tokenizer = AutoTokenizer.from_pretrained(lora, **OWN_CODE_ALONE)
+        write_merged(adapted, tokenizer, config, made, say)
     for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
         shutil.copy(file, made)  # the tokenizer
     for_transformers_4(made)
@@ -528,7 +529,7 @@ def write_export(
         made, lora = Path(scratch) / "made", Path(scratch) / "lora"
         lora.mkdir()
         write_adapter(adapter, base, lora)
-        tokenizer = AutoTokenizer.from_pretrained(adapter)
+        tokenizer = AutoTokenizer.from_pretrained(adapter, **OWN_CODE_ALONE)
         tokenizer.save_pretrained(lora)
         for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")

@@ -44,6 +44,7 @@ def prepare_environment(offline: bool, rows: int = 32) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "UNSLOTH_DISABLE_STATISTICS": "1",  # a download that only counts users
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled"),  # the default is the working directory
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor"),  # its code is run, and anyone can write /tmp
         "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
         "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
         # gpt-oss routes each token to 4 experts.  With more slots than this, every token decodes all experts.
@@ -451,6 +452,17 @@ def available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
+OWN_CODE_ALONE = {"trust_remote_code": False}
+"""For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
+
+
+def config_of(name: str) -> Any:
+    """A model's transformers config."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
+
+
 SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
 
 
@@ -471,10 +483,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
     generated together.
     """
-    from transformers import AutoConfig
-
     try:
-        model_config = AutoConfig.from_pretrained(str(adapter_base(name) or name))
+        model_config = config_of(str(adapter_base(name) or name))
         shapes = parameter_shapes(model_config)
         text = model_config.get_text_config()
         heads = getattr(text, "num_key_value_heads", text.num_attention_heads)
@@ -580,7 +590,6 @@ def prepare(
 def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
     """Raise UsageError if a model's weights are not held as its settings say.  `load` are the loader's arguments."""
     import torch
-    from transformers import AutoConfig
 
     packed = {type(weights).__name__ for weights in model.parameters() if weights.dtype == torch.uint8}
     held = "4 bits (NF4)" if "Params4bit" in packed else "MXFP4" if packed else "16 bits or more"
@@ -590,7 +599,7 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
     if load.get("load_in_16bit") and packed:
         raise UsageError(f"the weights are in {held}, not in 16 bits: leave out --weights 16bit")
     if load.get("load_in_16bit") is False and not load["load_in_4bit"]:
-        stored = getattr(AutoConfig.from_pretrained(str(adapter_base(name) or name)), "quantization_config", None)
+        stored = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
         if stored and stored["quant_method"] == "mxfp4" and held != "MXFP4":
             raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --weights stored")
 
@@ -598,14 +607,14 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
-    packed = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    packed = getattr(config_of(name), "quantization_config", None)
     unpacked = Mxfp4Config(dequantize=True) if packed else None
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
     if dtype == torch.float32 and not SHARDED:  # on a CPU; never tried elsewhere
         share_prefixes(model)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext
-    return model, AutoTokenizer.from_pretrained(name)
+    return model, AutoTokenizer.from_pretrained(name, **OWN_CODE_ALONE)

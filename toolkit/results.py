@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import time
@@ -35,11 +34,6 @@ SURE, COOL = 32, 0.4  # answers that the trained model is surest of, for the rac
 BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
 
-def board_names(evaluator: Evaluator) -> list[str]:
-    """A name for each held-out board, by which runs are compared.  It tells nothing about the seed."""
-    return [hashlib.sha256(f"{evaluator.size} {seed}".encode()).hexdigest()[:12] for seed in evaluator.held_out]
-
-
 def stage_result(
     evaluator: Evaluator, scores: Mapping[str, evaluation.Score | None], others: Mapping[str, evaluation.Score]
 ) -> dict[str, Any]:  # fmt: skip
@@ -48,7 +42,7 @@ def stage_result(
         "target": evaluator.target,
         **{player: found and asdict(found) for player, found in scores.items()},
         "controls": {name: asdict(found) for name, found in others.items()},
-        "boards": board_names(evaluator),
+        "boards": [evaluation.board_name(evaluator.size, seed) for seed in evaluator.held_out],
     }
 
 
