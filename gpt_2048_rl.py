@@ -81,7 +81,6 @@ except ImportError:  # a copy of this file without its toolkit/, or a referee's 
         return hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12]
 
 
-
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -259,7 +258,7 @@ class Limits:
     idle_moves: int = 64  # moves in a row that change nothing end a game as "stuck"
     poll_seconds: float = 0.1  # between two looks of a waiting referee at the clocks
     asleep_polls: int = 4  # only the referee sends input, so a player asleep for this many polls is deadlocked
-    control_seconds: float = 30.0  # for the zygote to start or end a player
+    control_seconds: float = 30.0  # for the zygote to fork a player, for its jail, for its end
     start_seconds: float = 60.0  # for a worker to start
     detail_chars: int = 250  # the whole list of allowed modules
 
@@ -549,12 +548,13 @@ def visible_program(source: str) -> str | None:
     if is_visible(source):
         return source
     try:
-        tree = parse(source) or ast.Module([], [])
-        anew = _without_blanks(ast.unparse(tree))
-        same = ast.dump(tree) == ast.dump(parse(anew) or ast.Module([], []))  # not if a name holds a blank
-    except (ValueError, RecursionError, MemoryError):
+        anew = ast.unparse(parse(source) or ast.Module([], []))
+        if BLANK.search(anew):  # in strings, where they can be escaped, or in names
+            anew, meant = _without_blanks(anew), ast.dump(ast.parse(anew))
+            anew = anew if meant == ast.dump(ast.parse(anew)) else ""
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return anew if anew and same and is_visible(anew) else None
+    return anew if anew and is_visible(anew) else None
 
 
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
@@ -632,7 +632,7 @@ class Job:
 
     def wall_seconds(self) -> float:
         """An upper bound for waits, far above what is normal: after it, the worker is at fault."""
-        game = LIMITS.wall_factor * self.cpu_seconds(LIMITS.paid_moves) + 10 + LIMITS.control_seconds
+        game = LIMITS.wall_factor * self.cpu_seconds(LIMITS.paid_moves) + 10 + 3 * LIMITS.control_seconds
         return LIMITS.parse_seconds * LIMITS.wall_factor + game * max(1, len(self.seeds))
 
 

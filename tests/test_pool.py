@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 
@@ -379,6 +380,19 @@ def test_a_text_that_ends_the_parser_is_charged_at_once(lone: Pool, monkeypatch:
     assert len(began) == 1
     monkeypatch.setattr(program._Worker, "_begin", begin)
     assert answers_right(lone)
+
+
+def test_a_text_that_takes_too_much_to_read_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python notices it, the worker lives on; otherwise three would die, and the training with them."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(program, "extract_function", fails)
+    referee: Any = None  # is not asked
+    verdict = program._judge_in_worker(referee, Job("", (1,), completion=True))
+    assert (verdict.works, verdict.results[0].outcome) == ("none", "error")
+    assert verdict.results[0].detail == "the text cannot be read (MemoryError)"
 
 
 def test_workers_that_die_again_and_again_are_nobodys_fault(lone: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
