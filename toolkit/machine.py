@@ -387,6 +387,23 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
                          "like owner/name")  # fmt: skip
 
 
+def config_of(name: str) -> Any:
+    """A model's transformers config."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
+
+
+def parameter_shapes(config: Any) -> dict[str, torch.Size]:
+    """The shapes of a causal language model's parameters, from its transformers config and without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: weights.shape for name, weights in model.named_parameters()}
+
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the layers of attention that get adapters
 TRIED = "Llama, Qwen2, Qwen3, Mistral, Gemma 2, gpt-oss"  # families that trained a step
 
@@ -396,10 +413,8 @@ def check_layers(name: str) -> str:
 
     Raises UsageError for a model that has none, before its weights are loaded.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = config_of(name)
         layers = {part for parameter in parameter_shapes(config) for part in parameter.split(".")}
     except Exception:  # transformers does not know every architecture; loading will tell
         return ""
@@ -456,24 +471,7 @@ OWN_CODE_ALONE = {"trust_remote_code": False}
 """For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
 
 
-def config_of(name: str) -> Any:
-    """A model's transformers config."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
-
-
 SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
-
-
-def parameter_shapes(config: Any) -> dict[str, torch.Size]:
-    """The shapes of a causal language model's parameters, from its transformers config and without its weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: weights.shape for name, weights in model.named_parameters()}
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
