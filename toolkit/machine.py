@@ -387,6 +387,10 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
                          "like owner/name")  # fmt: skip
 
 
+OWN_CODE_ALONE = {"trust_remote_code": False}
+"""For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
+
+
 def config_of(name: str) -> Any:
     """A model's transformers config."""
     from transformers import AutoConfig
@@ -465,10 +469,6 @@ def available_memory() -> int:
     """Bytes of RAM that are free or can be freed; on a machine with unified memory the GPU's too."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-OWN_CODE_ALONE = {"trust_remote_code": False}
-"""For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
 
 
 SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
