@@ -368,29 +368,6 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
         raise UsageError(f"model {name!r} is neither auto, tiny, a folder that exists nor a hub id like owner/name")
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the layers of attention that get adapters
-TRIED = "Llama, Qwen2, Qwen3, Mistral, Gemma 2, gpt-oss"  # families that trained a step
-
-
-def check_layers(name: str) -> str:
-    """What to say of a model that lacks layers which get adapters; "" if it has all of them.
-
-    Raises UsageError for a model that has none, before its weights are loaded.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name)
-        layers = {part for parameter in parameter_shapes(config) for part in parameter.split(".")}
-    except Exception:  # transformers does not know every architecture; loading will tell
-        return ""
-    missing = [layer for layer in ATTENTION if layer not in layers]
-    lacks = f"{name} is a {config.model_type}, whose attention has no layers named {', '.join(missing)}"
-    if missing == [*ATTENTION]:
-        raise UsageError(f"{lacks}, which are trained here: take a model of another family ({TRIED})")
-    return f"{lacks}: less of it is trained" if missing else ""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Disk and memory
 
@@ -444,6 +421,29 @@ def parameter_shapes(config: Any) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {name: weights.shape for name, weights in model.named_parameters()}
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the layers of attention that get adapters
+TRIED = "Llama, Qwen2, Qwen3, Mistral, Gemma 2, gpt-oss"  # families that trained a step
+
+
+def check_layers(name: str) -> str:
+    """What to say of a model that lacks layers which get adapters; "" if it has all of them.
+
+    Raises UsageError for a model that has none, before its weights are loaded.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        layers = {part for parameter in parameter_shapes(config) for part in parameter.split(".")}
+    except Exception:  # transformers does not know every architecture; loading will tell
+        return ""
+    missing = [layer for layer in ATTENTION if layer not in layers]
+    lacks = f"{name} is a {config.model_type}, whose attention has no layers named {', '.join(missing)}"
+    if missing == [*ATTENTION]:
+        raise UsageError(f"{lacks}, which are trained here: take a model of another family ({TRIED})")
+    return f"{lacks}: less of it is trained" if missing else ""
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
