@@ -260,11 +260,12 @@ def test_a_models_folder_runs_no_python(loads: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of gpt-oss-20b, without the weights."""
+    """The config.json of gpt-oss-20b, without the weights and with an empty tokenizer."""
     from transformers import GptOssConfig
 
     folder = tmp_path_factory.mktemp("gpt-oss")
     GptOssConfig(num_hidden_layers=24, num_local_experts=32).save_pretrained(folder)
+    (folder / "tokenizer.json").touch()
     return folder
 
 
