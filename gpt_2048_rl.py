@@ -1330,8 +1330,8 @@ class Ladder:
 # One class per command, and one base class per heading of its --help.  A tuple beside a type is a number's range.
 
 Layout = Literal["bepo", "wasd", "zqsd", "arrows"]
-PROMPT_TOKENS = 568  # room for the prompt: the longest wording takes fewer with gpt-oss's tokenizer
-REASONING = {"none": 200, "low": 1024, "medium": 2048, "high": 4096}  # tokens of a completion, analysis included
+PROMPT_TOKENS = 568  # room for the prompt: 251 of gpt-oss's tokens at most, with other tokenizers more
+REASONING = {"none": 768, "low": 1024, "medium": 2048, "high": 4096}  # tokens of a completion, analysis included
 
 
 @dataclass(kw_only=True)
@@ -1357,7 +1357,7 @@ class ModelOptions:
 
     reasoning: Literal["none", "low", "medium", "high"] = "none"  # analysis before the answer; none: answer at once
     temperature: Annotated[float, (0.01, 10.0)] = 1.0  # of sampling, in training and evaluation
-    max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 200, with reasoning 1024 to 4096
+    max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 768, with reasoning 1024 to 4096
     max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; at least 568 + max_new_tokens
     eval_batch_size: Annotated[int, (1, 1024)] = 32  # completions generated at a time in evaluation
     weights: Literal["auto", "4bit", "stored", "16bit"] = "auto"  # on a GPU; auto: as doctor --measure found, or 4bit
@@ -1411,7 +1411,7 @@ class GRPOOptions:
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
-    ladder: tuple[str, ...] = ("6:2048", "4:512", "4:2048", "4:4096")  # SIZE:TARGET stages, in order
+    ladder: tuple[str, ...] = ("4:64", "4:256", "4:512")  # SIZE:TARGET stages, in order
     curriculum: bool = True  # begin the ladder's next stage once one is solved; after the last one the target doubles
     curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.5  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 2  # groups over which that share is taken
@@ -1450,10 +1450,12 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
-    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1}  # fmt: skip
+    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
+    "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
     "model": "smollm2", "steps": 150, "generations": 32, "batch_size": 32, "accumulation": 1, "boards": 2,
-    "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 128}  # fmt: skip
+    "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 128,
+    "ladder": EMBEDDED["ladder"]}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
@@ -1464,7 +1466,10 @@ PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
 
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:
     """Defaults of the options for a model, a recipe and a reasoning effort."""
-    numbers: dict[str, Any] = {"model": model, "reasoning": reasoning if reasoning in REASONING else "none"}
+    effort = reasoning if reasoning in REASONING else "none"
+    tokens = 200 if recipe == "published" and effort == "none" else REASONING[effort]
+    room = machine.positions_of(model, PROMPT_TOKENS + tokens) - PROMPT_TOKENS  # a small model has fewer positions
+    numbers: dict[str, Any] = {"model": model, "reasoning": effort, "max_new_tokens": max(1, min(tokens, room))}
     numbers |= OWN_NUMBERS.get(model, {}) | (PUBLISHED if recipe == "published" else {})
     return TrainConfig(loader=machine.default_loader(model), **numbers)
 

@@ -89,7 +89,7 @@ def test_a_server_is_asked_with_the_prompt_of_an_evaluation(ask: Ask) -> None:
     told, _ = ask(fake, "--answers", 2, "--keys", "wasd", "--temperature", 0.5)
     prompt = program.build_prompt(3, 16, "wasd", wording=-1)
     messages = [{"role": "user", "content": prompt}]
-    assert fake.asked == [{"model": "first", "messages": messages, "temperature": 0.5, "max_tokens": 200, "seed": seed}
+    assert fake.asked == [{"model": "first", "messages": messages, "temperature": 0.5, "max_tokens": 768, "seed": seed}
                           for seed in (3407, 3408)]  # fmt: skip
     assert {game["outcome"] for game in told["games"].values()} == {"invalid_move"}  # its keys are bépo's
 

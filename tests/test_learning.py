@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,11 +229,35 @@ def test_a_batch_of_one_kind_stays_as_it_is(flat: list[bool]) -> None:
     assert program.without_flat_groups(batch, flat, by_token=False) is batch
 
 
-@pytest.mark.parametrize(("effort", "tokens"), [("none", 200), ("low", 1024), ("medium", 2048), ("high", 4096)])
+@pytest.mark.parametrize(("effort", "tokens"), [("none", 768), ("low", 1024), ("medium", 2048), ("high", 4096)])
 def test_reasoning_raises_the_limits(effort: str, tokens: int) -> None:
     config = program.parse_arguments(["--model", "unsloth/gpt-oss-20b", "--reasoning", effort])
     assert isinstance(config, program.TrainConfig)
     assert (config.max_new_tokens, config.max_seq_length) == (tokens, 568 + tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "effort", "tokens"),
+    [("openai/gpt-oss-20b", "published", "none", 200), ("openai/gpt-oss-20b", "published", "low", 1024),
+     ("tiny", "stable", "none", 64), ("tiny", "published", "none", 64), ("smollm2", "published", "none", 128)],
+)  # fmt: skip
+def test_the_published_limit_is_for_models_without_their_own(model: str, recipe: str, effort: str, tokens: int) -> None:
+    assert program.train_defaults(model, recipe, effort).max_new_tokens == tokens
+
+
+@pytest.mark.parametrize("command", [["--model"], ["eval"], ["play", "--model"]])
+def test_an_answer_fits_the_positions_of_a_small_model(command: list[str], tmp_path: Path) -> None:
+    """As in a folder of the embedded model, which has 1,024.  A limit that is asked for stays."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    assert program.parse_arguments([*command, str(tmp_path)]).max_new_tokens == 1024 - 568
+    assert program.parse_arguments([*command, str(tmp_path), "--max-new-tokens", "900"]).max_new_tokens == 900
+    assert program.parse_arguments([*command, "tiny"]).max_new_tokens == 64
+
+
+def test_the_ladder_of_gpt_oss_begins_where_its_programs_differ() -> None:
+    """With 64 on 4x4: docs/recipes.md.  The embedded model's measured figures belong to a ladder of its own."""
+    assert program.train_defaults("unsloth/gpt-oss-20b").ladder == ("4:64", "4:256", "4:512")
+    assert program.train_defaults("tiny").ladder == ("6:2048", "4:512", "4:2048", "4:4096")
 
 
 def test_more_tokens_also_fit_the_sequence() -> None:

@@ -145,7 +145,8 @@ def program_file(name: str) -> Path:
     return path / runs.BEST_PROGRAM
 
 
-def with_own_game(config: Any, argv: list[str], prog: str, check: Callable[[Any], None]) -> Any:
+def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any],
+                  check: Callable[[Any], None]) -> Any:  # fmt: skip
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit import machine, runs
 
@@ -155,6 +156,8 @@ def with_own_game(config: Any, argv: list[str], prog: str, check: Callable[[Any]
     plays = "file" in fields and not config.model
     path = program_file(config.file) if plays else Path(machine.resolve_model(getattr(config, "file", config.model)))
     options = runs.options_of(path, fields)
+    if not options and not plays and "max_new_tokens" in fields:
+        options = ["--max-new-tokens", str(defaults(str(path), "stable", "none").max_new_tokens)]
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:
         config.file = made_for.file = str(path)
@@ -203,7 +206,7 @@ def parse_arguments(
     kind = commands[name][0]
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
     if name in ("eval", "play"):
-        return with_own_game(config, rest, prog, check)
+        return with_own_game(config, rest, prog, defaults, check)
     check(config)
     return config
 
