@@ -1638,10 +1638,10 @@ PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:
     """Defaults of the options for a model, a recipe and a reasoning effort."""
     effort = reasoning if reasoning in REASONING else "none"
-    tokens = 200 if recipe == "published" and effort == "none" else 0  # the embedded model has its own
-    numbers: dict[str, Any] = {"reasoning": effort, "max_new_tokens": tokens}
-    numbers |= OWN_NUMBERS.get("tiny" if machine.is_embedded(model) else model, {})
-    numbers |= (PUBLISHED if recipe == "published" else {}) | {"model": model}
+    tokens = 200 if recipe == "published" and effort == "none" else REASONING[effort]
+    room = machine.positions_of(model, PROMPT_TOKENS + tokens) - PROMPT_TOKENS  # a small model has fewer positions
+    numbers: dict[str, Any] = {"model": model, "reasoning": effort, "max_new_tokens": max(1, min(tokens, room))}
+    numbers |= OWN_NUMBERS.get(model, {}) | (PUBLISHED if recipe == "published" else {})
     return TrainConfig(loader=machine.default_loader(model), **numbers)
 
 

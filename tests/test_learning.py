@@ -245,13 +245,13 @@ def test_the_published_limit_is_for_models_without_their_own(model: str, recipe:
     assert program.train_defaults(model, recipe, effort).max_new_tokens == tokens
 
 
-def test_the_embedded_model_has_its_numbers_in_any_folder(base: Path) -> None:
-    """With those of gpt-oss-20b, prompt and answer would not fit its positions."""
-    own = program.train_defaults("tiny")
-    assert program.train_defaults(str(base)) == dataclasses.replace(own, model=str(base))
-    for command in (["eval", str(base)], ["play", "--model", str(base)]):
-        assert program.parse_arguments(command).max_new_tokens == own.max_new_tokens
-        assert program.parse_arguments([*command, "--max-new-tokens", "90"]).max_new_tokens == 90
+@pytest.mark.parametrize("command", [["--model"], ["eval"], ["play", "--model"]])
+def test_an_answer_fits_the_positions_of_a_small_model(command: list[str], tmp_path: Path) -> None:
+    """As in a folder of the embedded model, which has 1,024.  A limit that is asked for stays."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    assert program.parse_arguments([*command, str(tmp_path)]).max_new_tokens == 1024 - 568
+    assert program.parse_arguments([*command, str(tmp_path), "--max-new-tokens", "900"]).max_new_tokens == 900
+    assert program.parse_arguments([*command, "tiny"]).max_new_tokens == 64
 
 
 def test_the_ladder_of_gpt_oss_begins_where_its_programs_differ() -> None:

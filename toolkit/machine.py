@@ -351,6 +351,13 @@ def check_hub(name: str) -> None:
         constants.HF_HUB_OFFLINE = True
 
 
+def positions_of(name: str, unknown: int) -> int:
+    """How many tokens a model made here or a folder's model takes, prompt and completion; `unknown` of any other."""
+    made_here = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}
+    config = read_json((adapter_base(name) or Path(name)) / "config.json")
+    return int(made_here.get(name) or config.get("max_position_embeddings") or unknown)
+
+
 def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
     """Raise UsageError for a model that is not there or cannot be used like this, before anything expensive starts.
 
@@ -361,9 +368,7 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
         raise UsageError("the embedded model cannot reason: use --reasoning none")
     if name == "smollm2":
         smollm2.check_installed()
-    made_here = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}
-    known = {"max_position_embeddings": made_here.get(name)} | read_json((base or folder) / "config.json")
-    if tokens > (positions := known.get("max_position_embeddings") or tokens):
+    if tokens > (positions := positions_of(name, tokens)):
         raise UsageError(f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
                          "--max-new-tokens or --max-seq-length")  # fmt: skip
     if folder.is_dir():
@@ -382,9 +387,9 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
             check_hub(name)
         except UsageError as error:
             raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
-    elif name not in made_here:
-        raise UsageError(f"model {name!r} is neither auto, {', '.join(made_here)}, a folder that exists nor a hub id "
-                         "like owner/name")  # fmt: skip
+    elif name not in ("tiny", "smollm2"):
+        raise UsageError(f"model {name!r} is neither auto, tiny, smollm2, a folder that exists nor a hub id like "
+                         "owner/name")  # fmt: skip
 
 
 OWN_CODE_ALONE = {"trust_remote_code": False}
