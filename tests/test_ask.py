@@ -282,7 +282,7 @@ def test_an_address_may_end_with_the_version(ending: str) -> None:
      (["http://host:port"], "error: http://host:port/v1/models failed (Invalid port: 'port')"),
      (["http://127.0.0.1:9", "--api-key-file", "/nowhere"], "error: --api-key-file /nowhere cannot be read (No such"),
      (["/"], "error: / holds no model"),
-     (["gpt-oss:20b"], "error: model 'gpt-oss:20b' is neither auto, tiny, a folder that exists nor a hub id"),
+     (["gpt-oss:20b"], "error: model 'gpt-oss:20b' is neither auto, tiny, smollm2, a folder that exists nor a "),
      (["tiny", "--reasoning", "low"], "error: the embedded model cannot reason"),
      (["tiny", "--answers", "0"], "error: --answers must lie between 1 and 1000, not 0"),
      ([], "error: Missing from")],

@@ -537,7 +537,7 @@ def test_without_a_hub_a_cached_model_is_used(tmp_path: Path, hub: FakeHub, monk
 
 def test_a_name_that_is_no_model_is_refused(tmp_path: Path) -> None:
     for name in ("nowhere", "/no/where", "a/b/c", "owner/na me"):
-        with pytest.raises(UsageError, match="is neither auto, tiny, a folder that exists nor a hub id like owner/na"):
+        with pytest.raises(UsageError, match="is neither auto, tiny, smollm2, a folder that exists nor a hub id like"):
             check_model(name, "none")
     with pytest.raises(UsageError, match=r"holds no model: it needs a model's config\.json or an adapter_config\.json"):
         check_model(str(tmp_path), "none")
