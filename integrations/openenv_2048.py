@@ -77,10 +77,13 @@ class Game2048(Environment[Answer, Judged, State]):
         drawn = secrets.randbits(62) if seed is None else seed
         self._question = task.Question.read({**vars(self._args), "index": drawn, "split": "train"})
         self._state = State(episode_id=episode_id or secrets.token_hex(8), step_count=0)
+        self._end: Judged | None = None  # an answer after it is not played: no bad game is tried again
         return Judged(prompt=self._question.prompt)
 
     def step(self, action: Answer, timeout_s: float | None = None, **_: Any) -> Judged:
         """Play the answer's program.  The last one's reward is the sum of training's three rewards, others have 0."""
+        if self._end:
+            return self._end
         self._state.step_count += 1
         rewards: dict[str, float] = {}
         if not (done := self._state.step_count >= self._args.turns):
@@ -88,7 +91,7 @@ class Game2048(Environment[Answer, Judged, State]):
             done = task.is_final(verdict)
         if done:
             verdict, rewards = task.judge(self._question, action.answer)
-        return Judged(
+        judged = Judged(
             prompt=self._question.prompt,
             done=done,
             reward=float(sum(rewards.values())),
@@ -99,6 +102,8 @@ class Game2048(Environment[Answer, Judged, State]):
             details=[result.detail for result in verdict.results],
             feedback="" if done else task.feedback(self._question, verdict),
         )
+        self._end = judged if done else None
+        return judged
 
     @property
     def state(self) -> State:

@@ -608,6 +608,18 @@ def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
     assert hub.repositories["me/mine"]["files"] == files
 
 
+def test_an_export_holds_nothing_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What links in a strange folder lead to was copied into the export, and --push-to-hub would have published it."""
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "nowhere"}')
+    (adapter / "adapter_model.safetensors").touch()
+    (tmp_path / "secret").write_text("key")
+    (adapter / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert program.main(["export", str(tmp_path / "run")]) == 2
+    assert "chat_template.jinja is a link: remove it" in capsys.readouterr().err
+
+
 def test_an_export_replaces_nothing_behind_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of the format's name, where a link in someone else's run leads to, was removed."""
     (tmp_path / "mine" / "lora").mkdir(parents=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -533,6 +535,15 @@ def test_without_a_hub_a_cached_model_is_used(tmp_path: Path, hub: FakeHub, monk
     check_model("someone/Nano", "none")
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("path", [ROOT / "gpt_2048_rl.py", *(ROOT / "toolkit").glob("*.py")], ids=lambda f: f.stem)
+def test_no_loader_runs_the_code_of_a_model_folder(path: Path) -> None:
+    """Unless a call says no, transformers asks a terminal whether to run it, and one `y` runs it outside the jail."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    loaders = [call for call in calls if re.match(r"Auto\w+\.from_|unsloth\.", ast.unparse(call.func))]
+    guarded = [bool({None, "trust_remote_code"} & {keyword.arg for keyword in call.keywords}) for call in loaders]
+    assert all(guarded), [ast.unparse(call) for call in loaders]
 
 
 def test_a_name_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -153,6 +153,17 @@ def test_an_episode_is_done_after_its_turns_or_when_a_program_cheats() -> None:
     assert [two.step(Answer(answer=ALWAYS_UP)).done for _ in range(2)] == [False, True]
 
 
+def test_after_the_end_no_answer_is_played() -> None:
+    """Each further one played the paid boards again, so the best of many tries could be kept."""
+    from integrations.openenv_2048 import Answer, Args, Game2048
+
+    game = Game2048(Args(target=256))
+    end = game.step(Answer(answer=ALWAYS_UP))
+    assert game.step(Answer(answer=HONEST)) == end
+    game.reset()
+    assert game.step(Answer(answer=HONEST)) != end
+
+
 def test_an_answer_that_is_too_long_has_no_program(address: str) -> None:
     """It is an answer like others, with the reward of one without a program."""
     _, last = episode(address, HONEST + "#" * program.LIMITS.text_chars)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
+from tests.helpers import ORDINARY, run_python
 from tests.record_run import RECORDED, write_curves
 from toolkit import UsageError, evaluation, results, runs
 
@@ -110,6 +111,35 @@ def test_training_refuses_a_folder_with_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(begun(tmp_path) / "rollouts.jsonl")
     with pytest.raises(UsageError, match="is a special file: remove it"):
         runs.open_run(Config(tmp_path, run_name="run"))
+
+
+HIDDEN_LINK = f"""
+import os, pathlib, tempfile
+from toolkit import UsageError, runs
+if os.geteuid() == 0:  # root may list any folder
+    {ORDINARY}
+run = pathlib.Path(tempfile.mkdtemp(), "run")
+(run / "adapter").mkdir(parents=True)
+(run / "adapter" / "chat_template.jinja").symlink_to("/etc/hostname")
+os.chmod(run / "adapter", 0o300)
+try:
+    runs.check_links(run)
+except UsageError as error:
+    print(error)
+os.chmod(run / "adapter", 0o700)
+"""
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_link() -> None:
+    """With mode 0300 its files can be written all the same: training wrote its chat template into a ~/.bashrc."""
+    done = run_python(HIDDEN_LINK)
+    assert "adapter cannot be listed (Permission denied): remove it, or change its mode" in done.stdout, done.stderr
+
+
+def test_a_page_waits_for_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.out.tfevents.1.pipe")
+    with pytest.raises(UsageError, match="is no file: remove it"):
+        runs.read_curves(tmp_path)
 
 
 def test_the_links_of_this_program_are_no_hindrance(tmp_path: Path) -> None:
@@ -395,6 +425,9 @@ def test_the_newest_run_lies_where_it_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "strange" / "latest").symlink_to(mine)
     with pytest.raises(UsageError, match=r"latest leads out of .*strange: name the run"):
         runs.run_to_resume("", tmp_path / "strange", resume=True)
+    (tmp_path / "strange" / "named").symlink_to(mine)
+    with pytest.raises(UsageError, match="named leads out of"):
+        runs.run_to_resume("named", tmp_path / "strange", resume=False)
 
 
 @pytest.mark.parametrize(

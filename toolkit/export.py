@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit import UsageError, llamacpp, tiny, verify
+from toolkit import UsageError, llamacpp, smollm2, tiny, verify
 from toolkit.evaluation import read_scores
 from toolkit.machine import (
     OWN_CODE_ALONE,
@@ -37,7 +37,7 @@ from toolkit.machine import (
     load_plain,
     parameter_shapes,
 )
-from toolkit.runs import TRAINING, checkpoints, keep_config, read_json
+from toolkit.runs import TRAINING, check_links, checkpoints, keep_config, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -568,15 +568,17 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     if config.format.startswith("gguf"):
         llamacpp.check_installed()
     adapter, run = find_adapter(config.source), find_run(config.source)
+    for place in (run, adapter):  # an upload must hold nothing from elsewhere
+        check_links(place)
     folder = config.output_dir or run / "export" / config.format
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
-    if folder.parent.is_symlink() and not config.output_dir:  # an older export in it would be replaced
-        raise UsageError(f"{folder.parent} is a link: remove it, or name an --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
     layout = tiny.layout_of(Path(base))
     if layout:
         tiny.warm_start(task(layout), progress=tiny.every_tenth(say))  # it may have left the cache
+    elif Path(base) == smollm2.folder():
+        smollm2.converted(say)
     else:
         check_model(base, "none")
     if config.format not in ("lora", "gguf_lora"):

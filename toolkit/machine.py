@@ -397,10 +397,13 @@ OWN_CODE_ALONE = {"trust_remote_code": False}
 
 
 def config_of(name: str) -> Any:
-    """A model's transformers config."""
+    """A model's transformers config.  Raises UsageError for a model that transformers does not know."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
+    try:
+        return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
+    except ValueError as error:
+        raise UsageError(f"{name} is no model that transformers knows: {str(error).partition(chr(10))[0]}") from None
 
 
 def parameter_shapes(config: Any) -> dict[str, torch.Size]:
@@ -409,7 +412,7 @@ def parameter_shapes(config: Any) -> dict[str, torch.Size]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **OWN_CODE_ALONE)
     return {name: weights.shape for name, weights in model.named_parameters()}
 
 

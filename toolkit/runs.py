@@ -95,15 +95,21 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def check_links(run: Path) -> None:
-    """Raise UsageError for a link in a run's folder, because training would write to where it points, and for a pipe.
+    """Raise UsageError for a link in a run's folder, because training writes to where it points and an export reads
+    from there; for a pipe, and for a folder that cannot be listed, which could hide them.
 
     This program makes one link, `best`.  wandb makes its own, anew in each run.
     """
-    for path in run.rglob("*"):
-        mode = path.lstat().st_mode
-        if path != run / "best" and run / "wandb" not in path.parents and not (S_ISREG(mode) or S_ISDIR(mode)):
-            raise UsageError(f"{path} is a {'link' if S_ISLNK(mode) else 'special file'}: remove it, because training "
-                             "writes to the files of a run's folder")  # fmt: skip
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename} cannot be listed ({error.strerror}): remove it, or change its mode")
+
+    for folder, folders, files in os.walk(run, onerror=refuse):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            if path != run / "best" and run / "wandb" not in path.parents and not (S_ISREG(mode) or S_ISDIR(mode)):
+                kind = "link" if S_ISLNK(mode) else "special file"
+                raise UsageError(f"{path} is a {kind}: remove it, because a run's folder holds its own files alone")
 
 
 def point(link: Path, name: str) -> None:
@@ -306,6 +312,8 @@ class AtomicCheckpoints:
         place = self.run_folder / UNFINISHED
         if self.accelerator.is_main_process:
             shutil.rmtree(place, ignore_errors=True)
+            if place.exists():  # what is left could be links
+                raise UsageError(f"{place} cannot be removed: remove it")
         self.accelerator.wait_for_everyone()
         best = self.is_best()
         super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the trainer's, which comes next in the MRO
@@ -407,11 +415,11 @@ def open_run(config: RunConfig) -> Path:
 def run_to_resume(name: str, output_dir: Path, resume: bool) -> Path | None:
     """The folder of the run to resume: the one named, or with `resume` alone the newest; None for a new run.
 
-    Raises UsageError if `resume` is set and there is no such run, or if `latest` leads out of `output_dir`.
+    Raises UsageError if `resume` is set and there is no such run, or if a link leads out of `output_dir`.
     """
     run = output_dir / (name or "latest")
     if (name or resume) and os.access(run / "config.json", os.F_OK):  # False also for a name that no file can have
-        if not name and run.resolve().parent != output_dir.resolve():
+        if run.resolve().parent != output_dir.resolve():
             raise UsageError(f"{run} leads out of {output_dir}: name the run with --output-dir and --run-name")
         return run.resolve()
     if resume:
@@ -603,6 +611,9 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
     """A run's curves by name, of its newest checkpoint's log and of TensorBoard, without values that are not finite."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    for file in folder.glob("*tfevents*"):  # all of them are opened, and a pipe would never end
+        if not file.is_file():
+            raise UsageError(f"{file} is no file: remove it")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run repeats steps is no matter
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
     events.Reload()
