@@ -285,7 +285,7 @@ def test_an_address_may_end_with_the_version(ending: str) -> None:
      (["gpt-oss:20b"], "error: model 'gpt-oss:20b' is neither auto, tiny, smollm2, a folder that exists nor a "),
      (["tiny", "--reasoning", "low"], "error: the embedded model cannot reason"),
      (["tiny", "--answers", "0"], "error: --answers must lie between 1 and 1000, not 0"),
-     ([], "error: Missing from")],
+     ([], "error: gpt_2048_rl.py play needs Python source")],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_one_line_and_exit_code_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]

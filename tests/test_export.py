@@ -546,6 +546,7 @@ def other_model(folder: Path) -> None:
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,10 @@ def options_of(command: list[str]) -> dict[str, str]:
 
 
 def test_the_command_line_of_a_server() -> None:
-    config = program.TrainConfig(lora_rank=4, max_seq_length=1024)
+    config = program.TrainConfig(lora_rank=4, max_seq_length=2048)
     options = options_of(server.command("unsloth/gpt-oss-20b", config, 0.2, 8000))
     assert options["--model"] == "unsloth/gpt-oss-20b"
-    assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "1024")
+    assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "2048")
     assert (options["--gpu-memory-utilization"], options["--logprobs-mode"]) == ("0.20", "processed_logprobs")
     assert options["--host"] == "127.0.0.1"
     assert "--hf-overrides" not in options

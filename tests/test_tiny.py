@@ -120,7 +120,7 @@ def test_a_damaged_model_is_made_again(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    with pytest.raises(UsageError, match=r"cache cannot be written \(.*\): set XDG_CACHE_HOME to another folder"):
+    with pytest.raises(UsageError, match=r"cache cannot be written \(.*\): free some space, or set XDG_CACHE"):
         tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "cache" / "tiny")
 
 
