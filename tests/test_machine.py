@@ -252,7 +252,7 @@ def test_a_models_folder_runs_no_python(loads: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     done = run_python(LOADS.format(loads=loads), str(tmp_path), input="y\n" * 9)
-    assert "trust_remote_code" in done.stderr
+    assert "custom code" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
