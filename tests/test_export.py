@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 ADAPTER = "adapter_model.safetensors"
 
 
+@pytest.fixture
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every eighth of the prompts by which an export is verified."""
+    whole = verify.held_out_prompts
+    monkeypatch.setattr(verify, "held_out_prompts", lambda task: whole(task)[::8])
+
+
 @pytest.fixture(scope="module")
 def learned(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder whose adapter has learned a lot: B matrices with noise instead of two steps' change."""
@@ -179,6 +186,7 @@ def test_an_adapter_with_a_pair_for_each_expert_becomes_one_that_peft_loads(lear
         assert torch.allclose(wrappers[name].get_delta_weight("default")[int(number)], change, atol=1e-5)
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
     learned: Path, expected: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +329,7 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
         assert said[0] <= int(left[1]) <= said[1]
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
     exported(learned, "merged_16bit", tmp_path / "merged")
     done = preloaded.run("eval", tmp_path / "merged", "--games", "4", *HELD_OUT, "--json")
@@ -493,6 +502,7 @@ def damage(made: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+@pytest.mark.usefixtures("few_prompts")
 @pytest.mark.parametrize("format", ["lora", "merged_16bit"])
 def test_a_damaged_export_is_refused_and_the_older_one_stays(
     learned: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
@@ -513,6 +523,7 @@ def test_a_damaged_export_is_refused_and_the_older_one_stays(
     assert list(older.parent.iterdir()) == [older]
 
 
+@pytest.mark.usefixtures("few_prompts")
 def test_what_rounding_loses_is_said_with_the_format_that_keeps_it(learned: Path, mxfp4: Path, tmp_path: Path) -> None:
     """An adapter to experts alone that moves few weights off the grid of four bits."""
     from safetensors.torch import load_file, save_file

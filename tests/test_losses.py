@@ -148,6 +148,7 @@ def check_the_directions(folder: str) -> None:
                 assert cosine < 1 - 1e-3, (loss, level)
 
 
+@pytest.mark.long  # it holds TRL's and Unsloth's losses against each other: run it when a pin changes
 def test_on_policy_there_are_two_directions(base: Path, tmp_path: Path) -> None:
     """grpo and sapo take the mean of an answer's tokens first, all others count every token alike.  Clipping, gates
     and levels do nothing there.  The lengths differ by constants of the batch."""
@@ -174,6 +175,7 @@ def check_flat_groups(folder: str) -> None:
         assert length == pytest.approx(1.0, rel=1e-3), loss
 
 
+@pytest.mark.long  # it holds TRL's and Unsloth's losses against each other: run it when a pin changes
 def test_a_flat_group_does_not_thin_out_the_other_with_any_loss(base: Path, tmp_path: Path) -> None:
     """Some losses take the mean over completions, some over tokens: the gradient is that of the other group alone."""
     call(check_flat_groups, tmp_path)

@@ -124,7 +124,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_the_server_of_a_run_has_a_key_that_only_the_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads any adapter that it is told to, by any user of the machine."""
     monkeypatch.setattr(server, "command", lambda *rest: [sys.executable, "-c", SERVES, str(rest[-1])])
-    started = server.start("owner/name", program.TrainConfig(), H200, tmp_path)
+    started = server.start(str(tmp_path), program.TrainConfig(), H200, tmp_path)
     assert started.ask("/v1/models") == b""
     with pytest.raises(UsageError, match="401"):
         server.Server(started._url).ask("/v1/models")
@@ -137,7 +137,7 @@ def test_the_server_of_a_run_has_a_key_that_only_the_run_knows(tmp_path: Path, m
 def test_a_server_that_ends_at_once_is_said_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "command", lambda *_: ["bash", "-c", "echo no CUDA >&2; exit 1"])
     with pytest.raises(UsageError, match=f"vLLM did not start: see {tmp_path / 'vllm.log'}"):
-        server.start("owner/name", program.TrainConfig(), H200, tmp_path)
+        server.start(str(tmp_path), program.TrainConfig(), H200, tmp_path)
     assert (tmp_path / "vllm.log").read_text() == "no CUDA\n"
 
 

@@ -181,6 +181,7 @@ LOOKS: dict[str, tuple[int, int, Callable[[int, int], list[tuple[int, int]]]]] =
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", LOOKS)
 def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTask, what: str) -> None:
     layer, head, pairs = LOOKS[what]
