@@ -1743,7 +1743,7 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
-    plain = not ALONE and machine.uses_transformers(config)
+    plain = not ALONE and machine.uses_transformers(config, name)
     load = {"load_in_4bit": config.weights in ("auto", "4bit"), "load_in_16bit": config.weights == "16bit"}
     if not ALONE:
         name, load = machine.prepare(name, config, say, tiny_task)

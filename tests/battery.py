@@ -328,7 +328,7 @@ SYNTAX = {
     "source of 65 KB": (f"{LEFT}#{'x' * (64 << 10)}", "error"),
     "source of just 64 KB": (f"{LEFT}#".ljust(64 << 10, "x"), "stuck"),
     "one letter of three bytes too many": (f"{LEFT}#".ljust((64 << 10) - 1, "x") + "\N{EURO SIGN}", "error"),
-    "a megabyte of lines": (LEFT + "x = 1\n" * 160_000, "no_function"),
+    "far too many lines": (LEFT + "x = 1\n" * 60_000, "error"),
     "syntax error": ("def strategy(board)\n    return 'a'", "no_function"),
     "bad indentation": ("def strategy(board):\nreturn 'a'", "no_function"),
     "return outside of a function": (f"{LEFT}return 1", "no_function"),

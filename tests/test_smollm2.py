@@ -104,6 +104,12 @@ def test_its_recipe_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert program.train_defaults("smollm2").loader == "unsloth"
 
 
+def test_play_finds_the_loader_by_the_models_name() -> None:
+    """Its option --model is a switch: taken for the name, it was a traceback."""
+    config = program.PlayConfig(file="smollm2", model=True)
+    assert [machine.uses_transformers(config, name) for name in ("smollm2", "tiny")] == [True, False]
+
+
 @pytest.mark.optional
 @needs_the_group
 def test_the_conversion_has_the_recorded_weights(folder: Path) -> None:

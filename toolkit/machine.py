@@ -160,9 +160,10 @@ def default_loader(name: str) -> Literal["unsloth", "transformers"]:
     return "unsloth" if gpu_is_there() or is_embedded(name) else "transformers"
 
 
-def uses_transformers(config: Any) -> bool:
-    """Whether a config's model is loaded by transformers alone, without Unsloth."""
-    return (getattr(config, "loader", "") or default_loader(config.model)) == "transformers"
+def uses_transformers(config: object, name: str = "") -> bool:
+    """Whether a model is loaded by transformers alone, without Unsloth.  Unnamed, it is one on a GPU."""
+    default = default_loader(name) if name else "unsloth"
+    return (getattr(config, "loader", "") or default) == "transformers"
 
 
 def stays_as_stored(name: str) -> bool:
@@ -554,7 +555,7 @@ def prepare(
     Returns the model's name or folder, and the arguments of Unsloth's loader.  `task` makes the warm start's task of a
     keyboard layout.
     """
-    base, plain = adapter_base(name), uses_transformers(config)
+    base, plain = adapter_base(name), uses_transformers(config, name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
     is_smollm2 = name == "smollm2" or base == smollm2.folder()
     local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
