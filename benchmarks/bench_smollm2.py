@@ -52,7 +52,7 @@ class Args:
     methods: tuple[str, ...] = ("grpo", "rejection", "published")
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     way: str = ""  # for `steps`: what is changed
-    words: tuple[str, ...] = ()  # for `steps`: the program's options
+    words: str = "[]"  # for `steps`: the program's options, as JSON
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
         return runs.read_json(kept)
     flags = {"model": "smollm2", "keys": KEYS, "output-dir": folder.parent, "run-name": folder.name, **options}
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    command = [sys.executable, __file__, "steps", "--way", way, "--words", *words]
+    command = [sys.executable, __file__, "steps", "--way", way, "--words", json.dumps(words)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 3):  # 3: collapsed
         raise SystemExit(f"{folder.name} ended with exit code {done.returncode}")
@@ -227,7 +227,7 @@ def learn(args: Args, out: Path) -> dict[str, Any]:
 def main(args: Args) -> int:
     """Measure and print."""
     if args.part == "steps":
-        return steps(args.way, args.words)
+        return steps(args.way, json.loads(args.words))
     with tempfile.TemporaryDirectory() as scratch:
         out = (args.output_dir or Path(scratch)).absolute()
         out.mkdir(parents=True, exist_ok=True)
