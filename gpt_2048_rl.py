@@ -1167,8 +1167,10 @@ def worker_main(core: int, jailed: bool) -> None:
         referee = Referee(jailed)
         canary = _judge_in_worker(referee, Job("def strategy(board): return 'a'", (0,)))
         refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
-    except (JailError, OSError) as error:
-        refusal = error.args[0] if isinstance(error, JailError) else str(error)
+    except JailError as error:
+        refusal = error.args[0]
+    except OSError:  # no process or no memory is left: the jail is not at fault
+        os._exit(1)
     resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
     try:
         print(json.dumps({"refusal": refusal}), flush=True)
@@ -1578,7 +1580,6 @@ class GRPOOptions:
     epsilon_high: Annotated[float, (0.0, 1000.0)] = 0.0  # its upper end; 0: as epsilon; of cispo the largest ratio, 5
     entropy_coef: Annotated[float, (0.0, 1.0)] = 0.0  # bonus for entropy
     beta: Annotated[float, (0.0, 100.0)] = 0.0  # weight of the KL divergence from the initial model
-    share_equals: bool = False  # programs of a group that play the same games count as one, and share its advantage
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
     flat_reward: bool = False  # the published reward: 20 for a win, 2 for anything that plays
     cut_off_price: Annotated[float, (0.0, 100.0)] = 1.0  # penalty for an answer cut off at the length limit
@@ -1957,25 +1958,6 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     return batch | {"advantages": advantages * kept * every / some}
 
 
-def shared_advantages(completions: Sequence[Mapping[str, Any]], group: int) -> list[float]:
-    """Advantages of whole groups (B,) in which programs that play the same games count as one and share its advantage.
-
-    Otherwise the most frequent program that is better than most, such as one key for ever, is pushed as often as it was
-    sampled: a model that seldom writes anything better has collapsed to it before it finds something."""
-    advantages: list[float] = []
-    for i in range(0, len(completions), group):
-        part = completions[i : i + group]
-        played = [tuple((game["outcome"], game["steps"], game["score"]) for game in done["results"])
-                  if done["works"] == "load" and not done["cheating"] else done["text"] for done in part]  # fmt: skip
-        equals: dict[Any, list[float]] = {}
-        for games, done in zip(played, part, strict=True):
-            equals.setdefault(games, []).append(done["reward"])
-        baseline = statistics.fmean(map(statistics.fmean, equals.values()))
-        advantages += [(done["reward"] - baseline) / len(equals[games])
-                       for games, done in zip(played, part, strict=True)]  # fmt: skip
-    return advantages
-
-
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups.  It writes down every step; the toolkit adds checkpoints, curves."""
     import torch
@@ -2013,10 +1995,6 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             self.observe(batch)
-            if config.share_equals:
-                shared = shared_advantages(rollouts.last["completions"], config.generations)
-                own = shared[RANK * len(shared) // RANKS : (RANK + 1) * len(shared) // RANKS]
-                batch["advantages"] = batch["advantages"].new_tensor(own)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []

@@ -5,8 +5,9 @@
     python benchmarks/bench_smollm2.py learn --output-dir outputs/smollm2 --seeds 1 2 3
 
 `speed`: the same steps by this program and by TRL's own trainer, which computes the prompt for every completion.
-`learn`: the recipe, and beside it what could embarrass it, with the same number of sampled programs:
+`learn`: the recipe, and beside it what could embarrass or better it, with the same number of sampled programs:
 
+- shared: GRPO in which programs of a group that play the same games share one advantage;
 - rejection: the likelihood of the best quarter of each group, in place of GRPO's advantages;
 - published: the recipe of the public notebook, on this model;
 - best of N: the best programs of the untrained model (--best-of -1);
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ class Args:
     part: tyro.conf.Positional[Literal["speed", "learn", "steps"]]  # steps: one process of the others
     seeds: tuple[int, ...] = (1, 2, 3)
     steps: int = 0  # of each run; 0: the recipe's
-    methods: tuple[str, ...] = ("grpo", "rejection", "published")
+    methods: tuple[str, ...] = ("grpo", "shared", "rejection", "published")
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     way: str = ""  # for `steps`: what is changed
     words: str = "[]"  # for `steps`: the program's options, as JSON
@@ -69,10 +70,53 @@ def best_quarter(completions: Sequence[dict[str, Any]], group: int) -> list[floa
     return chosen
 
 
+def shared_advantages(completions: Sequence[dict[str, Any]], group: int) -> list[float]:
+    """Advantages (B,) in which programs of a group that play the same games count as one and share its advantage.
+
+    Otherwise the most frequent program that is better than most, such as one key for ever, is pushed as often as it was
+    sampled: a model that seldom writes anything better has collapsed to it before it finds something.
+    """
+    advantages: list[float] = []
+    for i in range(0, len(completions), group):
+        part = completions[i : i + group]
+        played = [
+            tuple((game["outcome"], game["steps"], game["score"]) for game in done["results"])
+            if done["works"] == "load" and not done["cheating"]
+            else done["text"]
+            for done in part
+        ]
+        equals: dict[Any, list[float]] = {}
+        for games, done in zip(played, part, strict=True):
+            equals.setdefault(games, []).append(done["reward"])
+        baseline = statistics.fmean(map(statistics.fmean, equals.values()))
+        advantages += [(done["reward"] - baseline) / len(equals[games])
+                       for games, done in zip(played, part, strict=True)]  # fmt: skip
+    return advantages
+
+
+def take_advantages(rule: Callable[[Sequence[dict[str, Any]], int], list[float]]) -> None:
+    """Let the trainer, in one process, take its advantages from a rule instead of GRPO's mean."""
+    add, leave_out, last = program.Rollouts.add, program.without_flat_groups, dict[str, list[float]]()
+
+    def noted(self: program.Rollouts, row: dict[str, Any]) -> None:
+        add(self, row)
+        last["advantages"] = rule(row["completions"], len(row["completions"]) // len(self.flat))
+
+    def changed(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
+        batch["advantages"] = batch["advantages"].new_tensor(last["advantages"])
+        return leave_out(batch, flat, by_token)
+
+    program.Rollouts.add = noted  # type: ignore[method-assign]
+    program.without_flat_groups = changed
+
+
+RULES = {"rejection": best_quarter, "shared": shared_advantages}
+
+
 def steps(way: str, words: Sequence[str]) -> int:
     """The program's command line with one thing changed.  Its last line tells the peak of memory in bytes."""
-    if way == "rejection":
-        program.shared_advantages = best_quarter  # type: ignore[assignment]
+    if way in RULES:
+        take_advantages(RULES[way])
     if way == "trl":
         machine.share_prefixes = lambda model: None  # type: ignore[attr-defined]
     status = program.main(list(words))

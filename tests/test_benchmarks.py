@@ -253,3 +253,49 @@ def test_every_wheel_is_of_the_pinned_version(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     wheels = importlib.import_module("wheels")
     assert sorted(line.partition("==")[0] for line in wheels.pinned()) == sorted(wheels.NAMES)
+
+
+def bench_smollm2(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of SmolLM2."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("bench_smollm2")
+
+
+def done_with(reward: float, score: int | None) -> dict[str, Any]:
+    """A completion as in rollouts.jsonl: one without a program, or one whose game had this score."""
+    games = [] if score is None else [{"outcome": "stuck", "steps": 70, "score": score}]
+    works = "none" if score is None else "load"
+    return {"text": f"{reward} {score}", "works": works, "cheating": "", "reward": reward, "results": games}
+
+
+def test_programs_that_play_the_same_share_one_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GRPO's mean, six copies of one key are pushed six times: a model collapses before it finds more."""
+    group = [*[done_with(1.0, 8)] * 6, done_with(-3.0, None), done_with(11.0, 300)]
+    smollm2 = bench_smollm2(monkeypatch)
+    copies, failed, better = (smollm2.shared_advantages(group, 8)[i] for i in (0, 6, 7))
+    assert (copies, failed, better) == (-2.0 / 6, -6.0, 8.0)  # from the mean of three programs, 3
+
+
+def test_without_equal_programs_the_advantages_are_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group by itself, and answers without a program each by their text."""
+    first = [done_with(1.0, 8), done_with(2.0, 9), done_with(-3.0, None), done_with(-4.0, None)]
+    second = [done_with(5.0, 8), done_with(9.0, 12)] * 2
+    second[2], second[3] = done_with(7.0, 20), done_with(7.0, 21)
+    smollm2 = bench_smollm2(monkeypatch)
+    assert smollm2.shared_advantages([*first, *second], 4) == [2.0, 3.0, -2.0, -3.0, -2.0, 2.0, 0.0, 0.0]
+
+
+def test_the_control_trains_on_the_best_quarter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rule replaces GRPO's advantages: once it was not asked at all, and the control was GRPO again."""
+    import torch
+
+    smollm2 = bench_smollm2(monkeypatch)
+    for owner, name in ((program.Rollouts, "add"), (program, "without_flat_groups")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    smollm2.take_advantages(smollm2.best_quarter)
+    config = program.TrainConfig(generations=4)
+    rollouts = program.Rollouts(tmp_path / "rollouts.jsonl", config, program.Ladder([program.Stage(4, 64)]))
+    group = [done_with(1.0, 8), done_with(5.0, 90), done_with(-3.0, None), done_with(2.0, 9)]
+    rollouts.add({"step": 1, "size": 4, "target": 64, "completions": group})
+    batch = {"advantages": torch.zeros(4), "completion_mask": torch.ones(4, 1)}
+    assert program.without_flat_groups(batch, [False], False)["advantages"].tolist() == [0.0, 1.0, 0.0, 0.0]

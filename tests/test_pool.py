@@ -340,6 +340,18 @@ def test_a_fork_that_fails_is_tried_again() -> None:
     assert done.stdout == "load stuck True\n", done.stderr
 
 
+NO_PROCESS = """
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+program.worker_main(0, True)
+"""
+
+
+def test_a_worker_without_processes_does_not_blame_the_jail() -> None:
+    """It ends, and the trainer says to free memory or to allow processes.  It advised --unsafe-no-jail."""
+    done = on_a_worker(NO_PROCESS)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 DEAD_ZYGOTE = """
 players, begin = [], program._PlayerProcess.__init__
 def begins(self, zygote, *arguments):

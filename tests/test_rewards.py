@@ -293,25 +293,3 @@ def test_a_bad_program_is_worth_less_than_random_play(pool: program.Pool, source
 def test_greedy_play_is_worth_more_than_random_play(pool: program.Pool) -> None:
     """One step of search, by the number of empty cells, over the same boards."""
     assert total(GREEDY, boards=24) > total(RANDOM_SOURCE, boards=24)
-
-
-def done_with(reward: float, score: int | None) -> dict[str, Any]:
-    """A completion as in rollouts.jsonl: one without a program, or one whose game had this score."""
-    games = [] if score is None else [{"outcome": "stuck", "steps": 70, "score": score}]
-    works = "none" if score is None else "load"
-    return {"text": f"{reward} {score}", "works": works, "cheating": "", "reward": reward, "results": games}
-
-
-def test_programs_that_play_the_same_share_one_advantage() -> None:
-    """With GRPO's mean, six copies of one key are pushed six times: a model collapses before it finds more."""
-    group = [*[done_with(1.0, 8)] * 6, done_with(-3.0, None), done_with(11.0, 300)]
-    copies, failed, better = (program.shared_advantages(group, 8)[i] for i in (0, 6, 7))
-    assert (copies, failed, better) == (-2.0 / 6, -6.0, 8.0)  # from the mean of three programs, 3
-
-
-def test_without_equal_programs_the_advantages_are_the_usual_ones() -> None:
-    """Each group by itself, and answers without a program each by their text."""
-    first = [done_with(1.0, 8), done_with(2.0, 9), done_with(-3.0, None), done_with(-4.0, None)]
-    second = [done_with(5.0, 8), done_with(9.0, 12)] * 2
-    second[2], second[3] = done_with(7.0, 20), done_with(7.0, 21)
-    assert program.shared_advantages([*first, *second], 4) == [2.0, 3.0, -2.0, -3.0, -2.0, 2.0, 0.0, 0.0]

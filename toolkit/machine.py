@@ -352,11 +352,13 @@ def check_hub(name: str) -> None:
         constants.HF_HUB_OFFLINE = True
 
 
+MADE_HERE = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}  # models made on this machine, and their positions
+
+
 def positions_of(name: str, unknown: int) -> int:
     """How many tokens a model made here or a folder's model takes, prompt and completion; `unknown` of any other."""
-    made_here = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}
     config = read_json((adapter_base(name) or Path(name)) / "config.json")
-    return int(made_here.get(name) or config.get("max_position_embeddings") or unknown)
+    return int(MADE_HERE.get(name) or config.get("max_position_embeddings") or unknown)
 
 
 def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
@@ -388,9 +390,9 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
             check_hub(name)
         except UsageError as error:
             raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
-    elif name not in ("tiny", "smollm2"):
-        raise UsageError(f"model {name!r} is neither auto, tiny, smollm2, a folder that exists nor a hub id like "
-                         "owner/name")  # fmt: skip
+    elif name not in MADE_HERE:
+        raise UsageError(f"model {name!r} is neither auto, {', '.join(MADE_HERE)}, a folder that exists nor a hub id "
+                         "like owner/name")  # fmt: skip
 
 
 OWN_CODE_ALONE = {"trust_remote_code": False}
@@ -569,7 +571,7 @@ def prepare(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    if hasattr(config, "lora_rank") and name != "tiny" and (lacks := check_layers(name)):
+    if hasattr(config, "lora_rank") and name not in MADE_HERE and (lacks := check_layers(name)):
         say(lacks)
     machine = find_machine()
     choice = choose_weights(machine, name, config)

@@ -48,8 +48,9 @@ def excerpt(source: str, usual: Container[str], most: int) -> str:
 
 LEGEND = (
     "reward: mean of a step's answers, ± standard deviation; won: share of their games that made the stage's target "
-    "(a program that fails wins none); loads: answers with a program that loads; distinct: answers that differ within "
-    "their group, which is all answers to one prompt; no gradient: groups with equal rewards, which teach nothing"
+    "(a program that fails wins none); loads: answers with a program that loads; distinct: answers whose program "
+    "differs within their group, which is all answers to one prompt; no gradient: groups with equal rewards, which "
+    "teach nothing"
 )
 
 
