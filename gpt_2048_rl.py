@@ -18,7 +18,7 @@ Read it from top to bottom.  It departs from the published notebook where that w
 not in the trainer; losers are graded by their tile; the answers of a group share their boards and start in the final
 channel; a solved task gives way to a harder one; results stand beside controls, on boards that training never saw.
 
-`toolkit/` holds what this file uses and does not explain.  A copy of this file alone plays, judges and trains.
+`toolkit/` holds what this file uses and does not explain.
 Shapes: B completions, T tokens, R reward functions.
 """
 
@@ -36,6 +36,7 @@ import gc
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -58,35 +59,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
 
-try:
-    from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
-    from toolkit.evaluation import board_key, board_name
-    from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.runs import AtomicCheckpoints, no_link
-
-    ALONE = False
-except ImportError:  # a copy of this file without its toolkit/, or a referee's process, which needs none
-    ALONE, RANK, RANKS, SHARDED, no_link = True, 0, 1, False, partial(os.open, mode=0o666)
-
-    class UsageError(Exception):  # type: ignore[no-redef]
-        """What was wrong and what to do, in one line; the program exits with code 2."""
-
-    class AtomicCheckpoints:  # type: ignore[no-redef]
-        """Without the toolkit, there is nothing to resume from."""
-
-    board_key = cache(lambda: os.urandom(16).hex())  # without the toolkit, boards are new in every run
-
-    def board_name(size: int, seed: int) -> str:
-        """A name that tells nothing about the seed."""
-        return hashlib.sha256(f"{size} {seed}".encode()).hexdigest()[:12]
-
-
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
-
-    from toolkit.programs import BackgroundGames
-    from toolkit.tiny import Task
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Game
@@ -646,18 +621,8 @@ class Verdict:
     results: tuple[GameResult, ...]  # one per seed; a completion that cheats does not play
 
 
-class JailError(UsageError):
-    """The jail does not hold on this machine, or a player could not be put into it."""
-
-    def __str__(self) -> str:
-        return f"model-written code cannot be jailed here ({self.args[0]}); --unsafe-no-jail runs it all the same"
-
-
-class WorkerError(UsageError):
-    """No worker starts or lives, although the jail may hold."""
-
-    def __str__(self) -> str:
-        return f"the players' processes fail ({self.args[0]}): free memory, or allow more processes"
+class NotJailed(Exception):
+    """A player could not be put into the jail; the message says why."""
 
 
 _ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
@@ -706,12 +671,12 @@ def die_with(parent: int) -> None:
 
 class Jail:
     """An irreversible jail for the calling process: another user, no capabilities, no new privileges, seccomp.  Created
-    in the zygote, where files can still be read; entered in each player.  JailError where it has no filter."""
+    in the zygote, where files can still be read; entered in each player.  NotJailed where it has no filter."""
 
     def __init__(self) -> None:
         machine = os.uname().machine
         if machine not in _AUDIT_ARCH:
-            raise JailError(f"there is no seccomp filter for machine {machine}")
+            raise NotJailed(f"there is no seccomp filter for machine {machine}")
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._capset = self._libc.capset  # looked up here, where it costs nothing
         code = seccomp_filter(machine)
@@ -721,7 +686,7 @@ class Jail:
 
     def _prctl(self, option: int, value: int, pointer: int = 0) -> None:
         if self._libc.prctl(option, *map(ctypes.c_ulong, (value, pointer, 0, 0))):
-            raise JailError(f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+            raise NotJailed(f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
     def enter(self, parent: int) -> None:
         """Lock the calling process in, and prove it."""
@@ -731,7 +696,7 @@ class Jail:
                 with contextlib.suppress(OSError):  # each by itself: a user namespace can refuse one, or have no nobody
                     give_up()
         if self._capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):  # linux/capability.h, version 3: none at all
-            raise JailError(f"capset: {os.strerror(ctypes.get_errno())}")
+            raise NotJailed(f"capset: {os.strerror(ctypes.get_errno())}")
         self._prctl(4, 0)  # PR_SET_DUMPABLE
         die_with(parent)  # again, because a change of user clears it
         self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
@@ -919,7 +884,7 @@ def printable(text: str) -> str:
 
 class _PlayerProcess:
     """A jailed player as its referee sees it: a board out, a direction in, under CPU and wall limits.  Its methods
-    raise GameOver when the player breaks a limit or the protocol, or has died.  Raises JailError or OSError where there
+    raise GameOver when the player breaks a limit or the protocol, or has died.  Raises NotJailed or OSError where there
     is no jailed player, which is no program's fault."""
 
     def __init__(self, zygote: socket.socket, job: Job, random_seed: int, source: bytes) -> None:
@@ -952,7 +917,7 @@ class _PlayerProcess:
         if said != b"jailed":
             self.close()
             why = said.decode("utf-8", "replace") or f"{_PROCESS} ended"
-            raise JailError("a player could not be jailed: " + printable(why))
+            raise NotJailed("a player could not be jailed: " + printable(why))
         self._deadline = time.monotonic() + LIMITS.wall_factor * most + 10
         self._began = self._cpu() + time.process_time()  # the program's time begins here: it did not ask for the jail
 
@@ -1037,7 +1002,7 @@ class _PlayerProcess:
 
 
 class Referee:
-    """Plays one game at a time.  Raises JailError where no player can be jailed, OSError where its zygote is gone."""
+    """Plays one game at a time.  Raises NotJailed where no player can be jailed, OSError where its zygote is gone."""
 
     def __init__(self, jailed: bool = True) -> None:
         parent = os.getpid()
@@ -1050,7 +1015,7 @@ class Referee:
                 os.dup2(nowhere, 0)
                 os.dup2(nowhere, 1)
                 _zygote(theirs, jailed, parent)
-            except JailError as error:
+            except NotJailed as error:
                 theirs.send(error.args[0].encode())
             except Exception as error:
                 theirs.send(_describe(error))
@@ -1060,7 +1025,7 @@ class Referee:
         self._zygote.settimeout(LIMITS.control_seconds)
         said = self._zygote.recv(1000)
         if said != b"ready":
-            raise JailError(said.decode() or "the players' parent process did not start")
+            raise NotJailed(said.decode() or "the players' parent process did not start")
 
     def lives(self) -> bool:
         """Whether its zygote lives.  It is never forked again, because this process knows seeds by now."""
@@ -1167,7 +1132,7 @@ def worker_main(core: int, jailed: bool) -> None:
         referee = Referee(jailed)
         canary = _judge_in_worker(referee, Job("def strategy(board): return 'a'", (0,)))
         refusal = "" if canary.results[0].outcome == "stuck" else canary.results[0].detail
-    except JailError as error:
+    except NotJailed as error:
         refusal = error.args[0]
     except OSError:  # no process or no memory is left: the jail is not at fault
         os._exit(1)
@@ -1181,11 +1146,47 @@ def worker_main(core: int, jailed: bool) -> None:
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-    except (JailError, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
+    except (NotJailed, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
         os._exit(1)
 
 
-# The trainer's side: it starts workers, hands out jobs and waits, never without a limit.
+if __name__ == "__main__" and sys.argv[1:2] == ["worker"] and len(sys.argv) == 4:  # see _Worker
+    worker_main(int(sys.argv[2]), sys.argv[3] == "1")
+    sys.exit()
+
+
+# The trainer's side: it starts workers, hands out jobs and waits, never without a limit.  A referee ends above this
+# line, so what follows may use packages.
+
+try:
+    from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
+    from toolkit.evaluation import board_key, board_name
+    from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
+    from toolkit.runs import AtomicCheckpoints, no_link
+except ModuleNotFoundError as error:
+    if error.name != "toolkit":
+        raise
+    print("error: the folder toolkit/ has to be beside this file: clone the whole repository", file=sys.stderr)
+    sys.exit(2)
+
+if TYPE_CHECKING:
+    from toolkit.programs import BackgroundGames
+    from toolkit.tiny import Task
+
+
+class JailError(UsageError):
+    """The jail does not hold on this machine, or a player could not be put into it."""
+
+    def __str__(self) -> str:
+        return f"model-written code cannot be jailed here ({self.args[0]}); --unsafe-no-jail runs it all the same"
+
+
+class WorkerError(UsageError):
+    """No worker starts or lives, although the jail may hold."""
+
+    def __str__(self) -> str:
+        return f"the players' processes fail ({self.args[0]}): free memory, or allow more processes"
+
 
 # How a worker ends by itself while it reads a text: too slow, or too deep.  The kernel and people send other signals.
 _OWN_ENDS = (-signal.SIGVTALRM, -signal.SIGSEGV, -signal.SIGABRT)
@@ -1625,7 +1626,7 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
     "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
     "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
-    "model": "smollm2", "steps": 100, "generations": 32, "batch_size": 8, "accumulation": 4, "boards": 2,
+    "model": "smollm2", "steps": 100, "generations": 16, "batch_size": 8, "accumulation": 2, "boards": 2,
     "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
     "temperature": 0.8, "example": "random"}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
@@ -1690,12 +1691,6 @@ def check_config(config: Any) -> None:
         for low, high in getattr(hint, "__metadata__", ()):
             if out := [number for number in numbers if not low <= number <= high]:
                 raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
-    own = ("watch", "json", "resume", "recipe", "loader", "sampler", "objective", "archive", "report_to")
-    needs = [f"--{n.replace('_', '-')}" for n in own if getattr(config, n, 0) != getattr(type(config), n, 0)]
-    model = getattr(config, "model", "")
-    needs += [f"--model {model}"] if model in ("auto", *OWN_NUMBERS) else ["--model"] * (model is True)
-    if ALONE and needs:
-        raise UsageError(f"{needs[0]} needs the folder toolkit/ beside this file")
     option = ""
     try:
         if isinstance(config, PlayConfig):
@@ -1744,10 +1739,8 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
-    plain = not ALONE and machine.uses_transformers(config, name)
-    load = {"load_in_4bit": config.weights in ("auto", "4bit"), "load_in_16bit": config.weights == "16bit"}
-    if not ALONE:
-        name, load = machine.prepare(name, config, say, tiny_task)
+    plain = machine.uses_transformers(config, name)
+    name, load = machine.prepare(name, config, say, tiny_task)
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch
@@ -1765,8 +1758,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
-    if not ALONE:
-        machine.check_weights(model, name, load)
+    machine.check_weights(model, name, load)
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
     model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
@@ -1964,11 +1956,16 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    class SkipFlatSteps(TrainerCallback):  # type: ignore[misc]
-        """No optimizer step without a gradient: momentum or an entropy bonus alone would move the weights at random."""
+    class SkipSteps(TrainerCallback):  # type: ignore[misc]
+        """No optimizer step without a gradient: momentum or an entropy bonus alone would move the weights at random.
+        None with a gradient that is not finite, which would ruin the weights for good."""
+
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
 
         def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-            if config.skip_flat_groups and config.beta == 0 and all(rollouts.flat):
+            flat = config.skip_flat_groups and config.beta == 0 and all(rollouts.flat)
+            if flat or not math.isfinite(self.trainer.gradient_norm):
                 optimizer.zero_grad()
 
     class Trainer(AtomicCheckpoints, GRPOTrainer):  # type: ignore[misc]
@@ -1976,7 +1973,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.add_callback(SkipFlatSteps())
+            self.add_callback(SkipSteps(self))
+            self.gradient_norm = 0.0  # of the last step, before clipping
             self.seconds: dict[str, float] = {}  # of the last step, by its part
             self.curves: Callable[[], dict[str, float]] = dict  # further curves of the last step
             self.observe: Callable[[dict[str, Any]], None] = lambda batch: None
@@ -1999,6 +1997,11 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []
             return without_flat_groups(batch, flat, self.loss_type in ("bnpo", "dapo", "cispo", "vespo"))
+
+        def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+            norm = super()._get_grad_norm(*args, **kwargs)
+            self.gradient_norm = float(norm)
+            return norm
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             super().log(logs | (self.curves() if "loss" in logs else {}), *args, **kwargs)
@@ -2031,26 +2034,22 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         **({"gradient_checkpointing": gpu} if plain else {"unsloth_grpo_mini_batch": 1} if gpu else {}),
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
-        save_strategy="no" if ALONE else "steps", use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
+        save_strategy="steps", use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
     return trainer_class(rollouts, config, run)(model=model, processing_class=tokenizer, args=arguments,
                                                 train_dataset=rows, reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
 
 
 def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console,
-          games: BackgroundGames | None = None) -> watch.Progress | None:  # fmt: skip
-    """Train, from the newest checkpoint on, and save the adapter.  Alone there are no `games`: returns None."""
+          games: BackgroundGames) -> watch.Progress:  # fmt: skip
+    """Train, from the newest checkpoint on, and save the adapter.  `games` are the controls', which play meanwhile."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
-    best = None if ALONE else archive.Archive(config, tokenizer)
+    best = archive.Archive(config, tokenizer)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder, best)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder, best))
-    progress = weights = None
-    if games is None:
-        trainer.train()
-    else:
-        progress = watch.Progress(trainer, rollouts, games, run, console)
-        progress.train()
-        weights = ranks.whole_weights(trainer)
+    progress = watch.Progress(trainer, rollouts, games, run, console)
+    progress.train()
+    weights = ranks.whole_weights(trainer)
     if RANK == 0:
         model.save_pretrained(run / "adapter", state_dict=weights)
         tokenizer.save_pretrained(run / "adapter")
@@ -2079,22 +2078,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     model = add_adapters(model, config)
     with runs.blaming_the_folder(run):
         progress = learn(model, tokenizer, config, run, view, games)
-        assert progress  # not alone
         return results.conclude(progress, model, tokenizer, started, console)
-
-
-def train_alone(config: TrainConfig, console: Console) -> dict[str, Any]:
-    """Training without the toolkit: the algorithm, rollouts.jsonl and the adapter, and nothing else."""
-    run = config.output_dir / (config.run_name or time.strftime("%Y%m%d-%H%M%S"))
-    start_players(config)
-    model, tokenizer = load_model(config.model, config, console.print)
-    try:
-        run.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{run} cannot be created ({error.strerror}): choose another --run-name") from None
-    learn(add_adapters(model, config), tokenizer, config, run, console)
-    console.print(f"the adapter is in {run / 'adapter'}; evaluation, checkpoints and pages need the folder toolkit/")
-    return {"run": str(run), "steps": config.steps, "jailed": shared_pool().jailed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2130,12 +2114,12 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
 
 
-def play(config: PlayConfig, console: Console, ask: Callable[..., Any] | None = None) -> dict[str, Any]:
+def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[str, Any]:
     """The play command; `ask` asks a model.  Returns what --json prints."""
     from rich.table import Table
 
     pool = start_players(config)
-    if config.model and ask:
+    if config.model:
         source, results = ask(config, sys.modules[__name__], console)
     else:
         source = read_strategy(Path(config.file), pool)
@@ -2154,15 +2138,17 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any] | None = 
 
 def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]]:
     """Every command with the class of its options and the function that runs it."""
-    own: dict[str, Any] = {"train": (TrainConfig, train), "eval": (EvalConfig, evaluate), "play": (PlayConfig, play)}
-    if ALONE:
-        return {"train": (TrainConfig, train_alone), "play": own["play"]}
     from toolkit import ask, doctor, export, report
 
-    own["play"] = (PlayConfig, partial(play, ask=ask.best_program))
     examine = partial(doctor.doctor, training=train_defaults, jail=shared_pool, program=sys.modules[__name__])
-    return own | {"compare": (report.CompareConfig, report.compare), "doctor": (doctor.DoctorConfig, examine),
-                  "export": (export.ExportConfig, partial(export.export, task=tiny_task))}  # fmt: skip
+    return {
+        "train": (TrainConfig, train),
+        "eval": (EvalConfig, evaluate),
+        "play": (PlayConfig, partial(play, ask=ask.best_program)),
+        "compare": (report.CompareConfig, report.compare),
+        "doctor": (doctor.DoctorConfig, examine),
+        "export": (export.ExportConfig, partial(export.export, task=tiny_task)),
+    }
 
 
 def parse_arguments(argv: list[str]) -> Any:
@@ -2174,30 +2160,11 @@ def parse_arguments(argv: list[str]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit code: see toolkit/cli.py."""
+    from toolkit import cli
+
     argv, known = list(sys.argv[1:] if argv is None else argv), commands()
-    if not ALONE:
-        from toolkit import cli
-
-        return cli.main(partial(parse_arguments, argv), known[cli.split(argv, known)[0]][1])
-    import tyro
-    from rich.console import Console
-
-    name, *rest = argv if argv[:1] and argv[0][:1] != "-" else ("train", *argv)
-    try:
-        if name not in known:
-            raise UsageError(f"{name} needs the folder toolkit/ beside {Path(__file__).name}")
-        kind, run = known[name]
-        config = tyro.cli(kind, args=rest, config=(tyro.conf.PositionalRequiredArgs,))
-        check_config(config)
-        run(config, Console(markup=False, emoji=False, highlight=False))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return cli.main(partial(parse_arguments, argv), known[cli.split(argv, known)[0]][1])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"] and len(sys.argv) == 4:  # see _Worker
-        worker_main(int(sys.argv[2]), sys.argv[3] == "1")
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -4,7 +4,7 @@
     python benchmarks/bench_smollm2.py speed
     python benchmarks/bench_smollm2.py learn --output-dir outputs/smollm2 --seeds 1 2 3
 
-`speed`: the same steps by this program and by TRL's own trainer, which computes the prompt for every completion.
+`speed`: the same steps by this program and by TRL's own trainer, without toolkit/cpu_speed.py.
 `learn`: the recipe, and beside it what could embarrass or better it, with the same number of sampled programs:
 
 - shared: GRPO in which programs of a group that play the same games share one advantage;
@@ -118,7 +118,7 @@ def steps(way: str, words: Sequence[str]) -> int:
     if way in RULES:
         take_advantages(RULES[way])
     if way == "trl":
-        machine.share_prefixes = lambda model: None  # type: ignore[attr-defined]
+        machine.speed_up = lambda model: None  # type: ignore[attr-defined]
     status = program.main(list(words))
     print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
     return status

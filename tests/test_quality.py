@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import gpt_2048_rl as program
 from tests import mutants
-from tests.helpers import ROOT, cmdline, run_python
+from tests.helpers import ROOT, cmdline, run, run_python
 
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
 
@@ -73,3 +75,20 @@ def test_every_fault_of_the_mutants_still_stands_in_one_place() -> None:
     """A fault whose line has changed says nothing about the tests."""
     found = [mutants.find(fault, ROOT) for fault in mutants.FAULTS]  # raises unless a piece stands in one place
     assert sum(text != file.read_text() for file, text in found) == 40
+
+
+def test_a_copy_without_the_toolkit_says_what_is_missing(tmp_path: Path) -> None:
+    copy = shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path / "my-run.py")
+    done = run("--help", script=copy, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "toolkit/" in done.stderr
+
+
+def test_a_broken_toolkit_is_not_a_missing_one(tmp_path: Path) -> None:
+    """A bad import in one of its files once made the program train without checkpoints."""
+    copy = shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path / "my-run.py")
+    shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
+    (tmp_path / "toolkit" / "watch.py").write_text("import nothing_of_this_name\n")
+    done = run("--help", script=copy, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'nothing_of_this_name'" in done.stderr

@@ -227,6 +227,32 @@ def test_a_gap_that_grows_is_caught_below_the_limit() -> None:
     assert watcher._another_model(usual) == ""
 
 
+def check_untold_tokens() -> None:
+    """A server gave no log-probability of the first token, and none at all in the second case."""
+    import torch
+
+    model, tokenizer = loaded(program.train_defaults("tiny"), torch.Generator().manual_seed(1))
+    ids = tokenizer(["a board"] * 2, return_tensors="pt")["input_ids"]
+    batch = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), "completion_ids": ids,
+             "completion_mask": torch.ones_like(ids)}  # fmt: skip
+    trainer = SimpleNamespace(model=model, processing_class=tokenizer, num_generations=2, temperature=1.0,
+                              max_completion_length=ids.shape[1], eos_token_ids=[], use_vllm=True)  # fmt: skip
+    told = torch.zeros(ids.shape)
+    told[0, 0] = torch.nan
+    curves = sampled_curves(trainer, batch | {"sampling_per_token_logps": told}, Recorder(model), exact=False)
+    assert math.isfinite(curves["sampler/gap"])
+    assert curves["sampler/untold"] == pytest.approx(1 / told.numel())
+    none = torch.full(ids.shape, torch.nan)
+    curves = sampled_curves(trainer, batch | {"sampling_per_token_logps": none}, Recorder(model), exact=False)
+    assert "sampler/gap" not in curves
+    assert curves["sampler/untold"] == 1.0
+
+
+def test_tokens_that_a_server_leaves_out_are_counted_and_not_compared(base: Path) -> None:
+    """vLLM answers null for some (trl 6166), which is NaN here: one such token made the whole gap NaN."""
+    call(check_untold_tokens)
+
+
 @pytest.mark.parametrize(("kind", "dtype", "most"), [("Params4bit", "bfloat16", 0.2), ("Parameter", "bfloat16", 0.1),
                                                      ("Parameter", "float32", 1e-3)])  # fmt: skip
 def test_the_limit_is_that_of_the_weights(kind: str, dtype: str, most: float) -> None:

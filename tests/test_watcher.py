@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
+from tests.conftest import flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import tiny, watch, watcher
@@ -168,8 +171,8 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     call(make_noise, noise)
     numbers = {"steps": 50, "generations": 4, "batch-size": 4, "accumulation": 1, "games": 2, "ladder": "4:64",
                "max-new-tokens": 8, "patience": 2, "entropy-coef": 0.1, "best-of": 4}  # fmt: skip
-    flags = [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
-    done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *flags)
+    words = [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
+    done = run("--model", noise, "--output-dir", tmp_path, "--run-name", "lost", "--json", *words)
     assert done.returncode == 3, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["steps"], result["collapsed"], result["scores"]["3x3"]["best"]) == (2, True, None)
@@ -178,3 +181,53 @@ def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     assert "no gradient in 100% of groups" in done.stderr
     weights = load_file(tmp_path / "lost" / "adapter" / "adapter_model.safetensors")
     assert not any(tensor.any() for name, tensor in weights.items() if "lora_B" in name)  # no step was taken
+
+
+def train_with_broken_gradients(out: str, broken: str, status: str) -> None:
+    """A run in which the advantages of these steps are NaN."""
+    keep = program.without_flat_groups
+    number = map(str, range(1, 100))
+
+    def changed(batch: dict[str, Any], flat: Any, by_token: bool) -> dict[str, Any]:
+        batch = keep(batch, flat, by_token)
+        return batch | {"advantages": batch["advantages"] * math.nan} if next(number) in broken else batch
+
+    program.without_flat_groups = changed
+    words = flags(output_dir=out, run_name="run", steps=4, save_steps=1, best_of=0)
+    assert program.main([*words, "--quiet"]) == int(status)
+
+
+def adapter_after(out: Path, step: int) -> dict[str, Any]:
+    return dict(load_file(out / "run" / f"checkpoint-{step}" / "adapter_model.safetensors"))
+
+
+def test_a_step_without_a_finite_gradient_is_left_out(base: Path, tmp_path: Path) -> None:
+    """One NaN made all weights NaN: the log showed a loss of 0, and no checkpoint could be resumed."""
+    call(train_with_broken_gradients, tmp_path, "2", 0)
+    first, second, third = (adapter_after(tmp_path, step) for step in (1, 2, 3))
+    assert all(np.array_equal(weights, second[name]) for name, weights in first.items())
+    assert any(not np.array_equal(weights, third[name]) for name, weights in second.items())
+    assert all(np.isfinite(weights).all() for weights in third.values())
+
+
+def test_three_steps_without_a_finite_gradient_end_the_run(base: Path, tmp_path: Path) -> None:
+    """Its weights are good, and its page is written."""
+    call(train_with_broken_gradients, tmp_path, "234", 3)
+    assert all(np.isfinite(weights).all() for weights in adapter_after(tmp_path, 4).values())
+    assert "no finite gradient" in json.loads((tmp_path / "run" / "result.json").read_text())["ended"]
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_difference_that_rounding_may_explain_ends_nothing_at_once() -> None:
+    """Its limit was never compared with a GPU.  A run that costs money ends after three steps, or after a large one."""
+    small, large = ({"sampler/gap": gap, "sampler/limit": 0.1} for gap in (0.2, 0.6))
+    watched = watcher_of()
+    for _ in range(2):
+        assert "another model" in watched.look(HEALTHY, small)
+        watched.trouble = ""
+        assert not watched.ended
+    watched.look(HEALTHY, small)
+    assert watched.ended
+    watched = watcher_of()
+    watched.look(HEALTHY, large)
+    assert watched.ended

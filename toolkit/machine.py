@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit import UsageError, cache_folder, smollm2
-from toolkit.prefix import share_prefixes
+from toolkit.cpu_speed import speed_up
 from toolkit.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.runs import read_json
 from toolkit.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
@@ -622,7 +622,7 @@ def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, An
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
     if dtype == torch.float32 and not SHARDED:  # on a CPU; never tried elsewhere
-        share_prefixes(model)
+        speed_up(model)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext

@@ -102,7 +102,8 @@ def sampled_curves(trainer: Any, batch: dict[str, Any], recorder: Recorder, exac
 
     `sampler/gap` and `sampler/max`: mean and largest difference, in nats, between the log-probabilities with which
     tokens were sampled and those of the model that is trained; `sampler/limit`: the mean that rounding can explain;
-    `sampler/unended`: the share of completions that ended without the end token.  With `exact`, over the whole
+    `sampler/untold`: the share of tokens for which the sampler gave none (TRL has NaN there); `sampler/unended`: the
+    share of completions that ended without the end token.  With `exact`, over the whole
     vocabulary and in nats a token: `sampled/kl`, the KL divergence from the model without adapters, and
     `sampled/entropy`.  TRL and Unsloth log these only with some losses, and on a GPU a `kl` of 0.
     """
@@ -114,9 +115,12 @@ def sampled_curves(trainer: Any, batch: dict[str, Any], recorder: Recorder, exac
     if sampled is not None:
         length = min(sampled.shape[1], mask.shape[1])
         chosen = now.gather(2, batch["completion_ids"][:rows, :length, None])[..., 0]  # (rows, length)
-        gaps = (chosen - sampled[:rows, :length]).abs()[mask[:, :length]]
-        curves |= {"sampler/gap": gaps.mean().item(), "sampler/max": gaps.max().item()}
-        curves["sampler/limit"] = rounding(model, served=trainer.use_vllm)
+        told = ~sampled[:rows, :length].isnan() & mask[:, :length]  # a server may leave tokens out
+        curves["sampler/untold"] = 1.0 - (told.sum() / mask[:, :length].sum()).item()
+        if told.any():
+            gaps = (chosen - sampled[:rows, :length]).abs()[told]
+            curves |= {"sampler/gap": gaps.mean().item(), "sampler/max": gaps.max().item()}
+            curves["sampler/limit"] = rounding(model, served=trainer.use_vllm)
     if exact:
         with model.disable_adapter():
             start = log_probabilities(model, batch, rows, trainer.temperature)

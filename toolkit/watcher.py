@@ -125,13 +125,15 @@ class StepSummary:
 # The watcher
 
 GAPS = 5  # first steps, whose differences between sampler and model are usual
+LAST = 3  # steps in a row with such a difference, or without a finite gradient, end training
+LARGE = 5  # times the difference that rounding explains: one step is enough
 
 
 class Watcher:
     """Says in plain words when training goes wrong, and what to do; and when it makes no sense to go on.
 
     A step is lost when nothing can be learned from it: no valid code, or no group whose rewards differ.  A solved task
-    looks the same to the optimizer, but it is no collapse.  One step with completions of another model is enough.
+    looks the same to the optimizer, but it is no collapse.
     """
 
     def __init__(self, config: WatchedConfig) -> None:
@@ -141,7 +143,8 @@ class Watcher:
         self._first_entropies: list[float] = []
         self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
         self._gaps: list[float] = []  # `sampler/gap` of the first steps
-        self._foreign = ""
+        self._fatal = ""  # what ends training at once
+        self._foreign_steps = self._broken_steps = 0  # in a row
         self.lost_steps = 0  # in a row
 
     @property
@@ -149,7 +152,7 @@ class Watcher:
         """Why training has to end; "" if it can go on."""
         if self.lost_steps >= self._config.patience:
             return f"nothing to learn for {self._config.patience} steps in a row (--patience)"
-        return self._foreign
+        return self._fatal
 
     def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
@@ -157,30 +160,48 @@ class Watcher:
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
         self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
         self._stage = step.stage
-        self._foreign = self._another_model(logs)
-        trouble = self._foreign or self._name(step, logs)
+        foreign, broken = self._another_model(logs), self._no_gradient(logs)
+        trouble = foreign or broken or self._name(step, logs)
         self._lasted = self._lasted + 1 if trouble == self.trouble else 0
         self.trouble = trouble
         return trouble if self._lasted % self._config.repeat_warning == 0 else ""
 
-    def _another_model(self, logs: Mapping[str, float]) -> str:
-        """What proves that a step's completions are not the trained model's; "" if nothing does.
+    def _no_gradient(self, logs: Mapping[str, float]) -> str:
+        """What to say of a gradient that is not finite; "" if it is.  The trainer has left such a step out."""
+        self._broken_steps = 0 if math.isfinite(logs.get("grad_norm", 0.0)) else self._broken_steps + 1
+        if not self._broken_steps:
+            return ""
+        trouble = ("the gradient is not finite, so the step was left out and the weights are those of before: lower "
+                   "--learning-rate, or resume an earlier checkpoint")  # fmt: skip
+        if self._broken_steps == LAST:
+            self._fatal = f"{LAST} steps in a row had no finite gradient"
+        return trouble
 
-        Rounding has a limit, and what it does in the first steps, it does later.
+    def _another_model(self, logs: Mapping[str, float]) -> str:
+        """What shows that a step's completions are not the trained model's; "" if nothing does.
+
+        Rounding has a limit, and what it does in the first steps, it does later.  A limit is no proof, because no GPU
+        has confirmed it: one large difference, or several in a row, end training.
         """
         if logs.get("sampler/unended", 0.0) > 0:
-            return ("the sampler ended completions without the model's end token: compare eos_token_id in "
-                    "generation_config.json with the tokenizer's")  # fmt: skip
+            self._fatal = ("the sampler ended completions without the model's end token: compare eos_token_id in "
+                           "generation_config.json with the tokenizer's")  # fmt: skip
+            return self._fatal
         if (gap := logs.get("sampler/gap")) is None:
             return ""
         usual = statistics.fmean(self._gaps) if len(self._gaps) == GAPS else math.inf
-        if not gap <= min(logs["sampler/limit"], 10 * usual + 1e-4):  # NaN neither
-            return (f"completions were sampled from another model than the trained one, their log-probabilities differ "
-                    f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
-                    "top-k, damaged weights")  # fmt: skip
-        if len(self._gaps) < GAPS:
-            self._gaps.append(gap)
-        return ""
+        if gap <= min(logs["sampler/limit"], 10 * usual + 1e-4):
+            self._foreign_steps = 0
+            if len(self._gaps) < GAPS:
+                self._gaps.append(gap)
+            return ""
+        trouble = (f"completions were sampled from another model than the trained one, their log-probabilities differ "
+                   f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
+                   "top-k, damaged weights")  # fmt: skip
+        self._foreign_steps += 1
+        if self._foreign_steps == LAST or not gap <= LARGE * logs["sampler/limit"]:  # NaN neither
+            self._fatal = trouble
+        return trouble
 
     def _name(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         entropy = logs.get("entropy", logs.get("sampled/entropy", self._entropy))

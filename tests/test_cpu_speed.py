@@ -1,4 +1,4 @@
-"""Prefix sharing: equal prompts are computed once, and nothing else changes."""
+"""What makes a step fast on a CPU changes nothing else: equal prompts are computed once, adapters are merged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from toolkit.prefix import ROOM, share_prefixes
+from toolkit.cpu_speed import ROOM, generate_merged, share_prefixes
 
 SHAPE = {
     "vocab_size": 50,
@@ -111,3 +111,43 @@ def test_trl_still_finds_the_arguments_of_the_forward_pass() -> None:
     model = small_model("llama")
     share_prefixes(model)
     assert "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def adapted_model() -> Any:
+    """A small Llama with a LoRA adapter that changes what it samples."""
+    from peft import LoraConfig, get_peft_model
+
+    model = small_model("llama")
+    generate_merged(model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return adapted.eval()
+
+
+def test_merged_adapters_sample_the_same_and_leave_the_weights_as_they_were() -> None:
+    """Subtracting the adapter again would leave rounding errors, which grow with every step."""
+    model = adapted_model()
+    before = {name: weights.clone() for name, weights in model.state_dict().items()}
+    merged = sample(model, 20)
+    assert all(weights.equal(before[name]) for name, weights in model.state_dict().items())
+    plain = model.get_base_model()
+    del plain.generate  # the class's own
+    assert sample(model, 20).equal(merged)
+    with model.disable_adapter():
+        assert not sample(model, 20).equal(merged)
+
+
+def test_without_adapters_none_is_merged() -> None:
+    """The untrained model is evaluated with its adapter switched off."""
+    model = adapted_model()
+    with model.disable_adapter():
+        off = sample(model, 20)
+    assert off.equal(sample(model.unload(), 20))
+
+
+def test_one_matrix_is_multiplied_while_completions_are_generated() -> None:
+    model, calls = adapted_model(), list[int]()
+    model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default").register_forward_hook(
+        lambda *_: calls.append(1)
+    )
+    sample(model, 3)
+    assert calls == []
