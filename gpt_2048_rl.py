@@ -1606,7 +1606,7 @@ class RunOptions:
     repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
     kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
     sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
-    race_seconds: Annotated[float, (1.0, 1e5)] = 30.0  # for the games by which the best program is chosen
+    race_games: Annotated[int, (1, 10**6)] = 448  # by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as the run's
     report_to: str = "tensorboard"  # tensorboard, wandb, trackio, mlflow, with commas between several; or none
     quiet: bool = False  # print only the result

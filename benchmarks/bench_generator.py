@@ -4,7 +4,7 @@
     python benchmarks/bench_generator.py --count 10000
 
 Counts the programs that it can compose.  Composes distinct ones, and each plays a 4x4 board of its own until it makes
-2048.  Then the race that chooses a run's best program chooses the best of them, in the same time, and this program
+2048.  Then the race that chooses a run's best program chooses the best of them, in as many games, and this program
 plays the held-out boards to their end.  Prints a table and one JSON line.
 """
 
@@ -37,7 +37,7 @@ class Args:
 
     count: int = 10_000  # composed programs
     games: int = 256  # held-out boards
-    seconds: float = program.TrainConfig.race_seconds  # of the race; a run's default
+    race_games: int = program.TrainConfig.race_games  # a run's default
     seed: int = 1
 
 
@@ -104,7 +104,7 @@ def main(args: Args) -> int:
     played = {source: verdict.results[0] for source, verdict in zip(sources, verdicts, strict=True)}
     one = programs.score(until, list(played.values()))
     promising = sorted(sources, key=lambda source: played[source].score, reverse=True)  # the first ones race
-    race = programs.race(game, promising, args.seconds)
+    race = programs.race(game, promising, args.race_games)
     best = programs.score(game, game.play(race.ranking[:1], game.held_out)[0])
     counts = dict(texts())
     table = Table("", "programs", "made 2048", "95% interval", "mean log2 tile")

@@ -70,7 +70,7 @@ FAULTS = (
     Fault("extraction", "extract", '_NEXT_TURN.split(text[final.end() :], maxsplit=1)[0]', 'text[final.end() :]'),
     Fault("evaluation", "cli train regressions", '>> 1 & ~1 | held_out', '>> 1 | held_out'),
     Fault("evaluation", "train cli learning", 'len(evaluator.held_out), (-1,))', 'len(evaluator.held_out), (0,))'),
-    Fault("evaluation", "train results", 'evaluator.boards(4 * FINALISTS[0], "race")',
+    Fault("evaluation", "train results", 'evaluator.boards(2 * FINALISTS[0], "race")',
           'evaluator.held_out'),
     Fault("run folder", "runs", "sorted(found, key=step_of, reverse=True)", "sorted(found, reverse=True)"),
     Fault("run folder", "runs", 'islice(lines, steps)', 'islice(lines, steps + 1)'),

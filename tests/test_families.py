@@ -16,7 +16,7 @@ from tests.helpers import HELD_OUT
 from toolkit import UsageError, machine
 
 STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
-        "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-seconds", 1, *HELD_OUT)  # fmt: skip
+        "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-games", 1, *HELD_OUT)  # fmt: skip
 SMALL: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,12 +105,12 @@ class Game:
 
 
 class Boards:
-    """An evaluator whose programs are numbers: on board b, program n scores 2 ** n, and takes some seconds."""
+    """An evaluator whose programs are numbers: on every board program n scores 2 ** n."""
 
     target = 8
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.played = seconds, list[tuple[str, int]]()
+    def __init__(self) -> None:
+        self.played = list[tuple[str, int]]()
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
         assert purpose == "race"
@@ -119,12 +118,11 @@ class Boards:
 
     def play(self, sources: Sequence[str], seeds: Sequence[int]) -> list[list[Game]]:
         self.played += [(source, seed) for source in sources for seed in seeds]
-        time.sleep(self.seconds * len(sources) * len(seeds))
         return [[Game(1 << int(source), 1 << int(source)) for _ in seeds] for source in sources]
 
 
-def raced(boards: Any, sources: Sequence[str], seconds: float = 60.0) -> programs.Race:
-    return programs.race(boards, sources, seconds)
+def raced(boards: Any, sources: Sequence[str], games: int = 448) -> programs.Race:
+    return programs.race(boards, sources, games)
 
 
 def test_a_race_halves_the_programs_and_doubles_the_boards() -> None:
@@ -139,26 +137,28 @@ def test_a_race_halves_the_programs_and_doubles_the_boards() -> None:
 def test_the_first_round_of_a_race_leaves_the_finalists() -> None:
     most = programs.FINALISTS[0]
     boards, count = Boards(), 2 * most
-    found = raced(boards, [str(n) for n in range(count)])
+    found = raced(boards, [str(n) for n in range(count)], 1000)
     assert (found.played, found.ranking[0]) == (count, str(count - 1))
     second = {int(source) for source, board in boards.played if board == 1}
     assert second == set(range(most, count))
 
 
-@pytest.mark.parametrize(("games", "count"), [(1000, 32), (160, 32), (159, 16), (64, 16), (63, 8), (7, 2), (1, 2)])
-def test_as_many_finalists_stay_as_can_play_in_every_round(games: float, count: int) -> None:
-    """32 of 88 stayed, and the time of three rounds was not enough for a board with all that were left."""
-    assert programs.finalists(games) == count
-
-
-def test_a_race_keeps_to_its_time() -> None:
-    """What the first round does not reach is out.  The others have played the same boards."""
-    boards, count = Boards(0.05), 4 * programs.CHUNK
-    began = time.monotonic()
-    found = raced(boards, [str(n) for n in range(count)], seconds=1.0)
-    assert time.monotonic() - began < 1.0 + 0.1 * programs.CHUNK + 1.0
-    assert found.candidates == count > found.played >= programs.CHUNK
+@pytest.mark.parametrize("games", [1, 2, 3, 5, 8, 64, 448, 1000])
+def test_a_race_never_plays_more_games_than_it_may(games: int) -> None:
+    """It was given seconds: the slower the machine, the fewer programs it saw and the worse was the best one."""
+    boards = Boards()
+    found = raced(boards, [str(n) for n in range(2000)], games)
+    assert games / 2 < len(boards.played) <= games
+    assert found.candidates == 2000
     assert found.ranking[0] == str(found.played - 1)
+    assert found.played >= games / 4
+
+
+@pytest.mark.parametrize(("games", "finalists"), [(448, 32), (427, 32), (426, 16), (64, 8), (6, 2), (5, 1)])
+def test_so_many_programs_stay_that_later_rounds_take_three_quarters(games: int, finalists: int) -> None:
+    boards = Boards()
+    raced(boards, [str(n) for n in range(2000)], games)
+    assert len([source for source, board in boards.played if board == 1]) == (finalists if finalists > 1 else 0)
 
 
 def test_a_race_of_nobody_and_of_one() -> None:

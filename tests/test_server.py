@@ -230,7 +230,7 @@ def train_with_a_server(folder: str) -> None:
     machine.gpu_is_there = lambda: True
     server.command, server.Server = without_lora, MergingServer  # type: ignore[assignment, misc]
     options = {"model": "tiny", "sampler": "vllm", "adapt": "attention", "steps": STEPS, "generations": 8,
-               "batch-size": 8, "games": 2, "held-out": "3:64", "ladder": "3:64", "best-of": 0, "race-seconds": 1,
+               "batch-size": 8, "games": 2, "held-out": "3:64", "ladder": "3:64", "best-of": 0, "race-games": 1,
                "learning-rate": 3e-3, "warmup-steps": 0, "output-dir": folder, "run-name": "run"}  # fmt: skip
     program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
 

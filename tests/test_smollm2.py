@@ -151,7 +151,7 @@ def test_text_survives_its_tokenizer(folder: Path) -> None:
 @needs_the_group
 def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> None:
     """Train, resume, evaluate the run, export and play: what works for the embedded model works for this one."""
-    numbers = {"generations": 4, "batch-size": 4, "max-new-tokens": 24, "games": 4, "best-of": 4, "race-seconds": 2,
+    numbers = {"generations": 4, "batch-size": 4, "max-new-tokens": 24, "games": 4, "best-of": 4, "race-games": 2,
                "keys": "wasd", "held-out": "3:32", "output-dir": tmp_path, "run-name": "run"}  # fmt: skip
     few = [word for name, value in numbers.items() for word in (f"--{name}", value)]
     run = tmp_path / "run"

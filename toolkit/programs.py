@@ -9,7 +9,6 @@ import math
 import os
 import statistics
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -186,8 +185,7 @@ def score(evaluator: Evaluator, games: Sequence[GameResult]) -> evaluation.Score
     return evaluation.score([game.max_tile for game in games], evaluator.target)
 
 
-CHUNK = 4 * len(os.sched_getaffinity(0))  # games between two looks at the clock
-PART = 4 * CHUNK  # games between two looks at the bar
+PART = 16 * len(os.sched_getaffinity(0))  # games between two looks at the bar
 
 
 class BackgroundGames:
@@ -287,7 +285,7 @@ def sampled_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: in
 # ---------------------------------------------------------------------------------------------------------------------
 # The best of many programs
 
-FINALISTS = (32, 16, 8, 4, 2)  # how many programs may stay after the first round of a race
+FINALISTS = (32, 16, 8, 4, 2, 1)  # how many programs may stay after the first round of a race
 
 
 @dataclass(frozen=True)
@@ -305,54 +303,37 @@ class Race:
         return {"candidates": self.candidates, "played": self.played, "boards": self.boards, "won": self.won}
 
 
-def play_in_order(
-    evaluator: Evaluator, sources: Sequence[str], board: int, deadline: float
-) -> list[GameResult]:  # fmt: skip
-    """The programs' games on one board, of as many as the time allows."""
-    games: list[GameResult] = []
-    while len(games) < len(sources) and time.monotonic() < deadline:
-        chunk = sources[len(games) : len(games) + CHUNK]
-        games += [played[0] for played in evaluator.play(chunk, [board])]
-    return games
+def halving(count: int) -> int:
+    """Games of all rounds after the first, for so many programs: each plays 2, half of them 4, a quarter 8, ..."""
+    return 2 * count * (count.bit_length() - 1)
 
 
-def finalists(games: float) -> int:
-    """How many programs can be halved to one in so many games, if all that are left play a game in every round."""
-    return max((count for count in FINALISTS if count * (count.bit_length() - 1) <= games), default=2)
+def race(evaluator: Evaluator, sources: Sequence[str], games: int) -> Race:
+    """Find the best program by sequential halving (Karnin, Koren and Somekh 2013), in at most so many games.
 
-
-def race(evaluator: Evaluator, sources: Sequence[str], seconds: float) -> Race:
-    """Find the best program by sequential halving (Karnin, Koren and Somekh 2013) within some seconds.
-
-    The first round plays one board, with as many programs as half of the time allows, in the given order; so many stay
-    that each later round has time for another board.  The others drop the worse half, by the mean log2 of the scores so
-    far, and the next plays up to twice as many new boards.  All programs of a round play the same boards.  The result
-    is repeatable if the time suffices.
+    In the first round each program plays one board, in the given order, as many as a quarter or more of the games
+    allow.  The best of them, FINALISTS, go on.  Each later round plays twice as many new boards as the one before, and
+    drops the worse half, by the mean log2 of the scores so far.  All programs of a round play the same boards.  The
+    result follows from the programs, the boards and the number of games, on every machine.
     """
-    left, lost = list(dict.fromkeys(sources)), list[str]()
-    candidates, end, number = len(left), time.monotonic() + seconds, 0
-    games: dict[str, list[GameResult]] = {source: [] for source in left}
-    boards = evaluator.boards(4 * FINALISTS[0], "race")
+    left, lost, number = list(dict.fromkeys(sources)), list[str](), 0
+    candidates, kept = len(left), next(count for count in FINALISTS if halving(count) <= 0.75 * games)
+    played: dict[str, list[GameResult]] = {source: [] for source in left}
+    boards = evaluator.boards(2 * FINALISTS[0], "race")
 
     def level(source: str) -> float:
-        return statistics.fmean(math.log2(max(1, game.score)) for game in games[source])
+        return statistics.fmean(math.log2(max(1, game.score)) for game in played[source])
 
+    left = left[: games - halving(kept)]
     while left and (len(left) > 1 or not number):
-        now = time.monotonic()
-        rounds = (len(left) - 1).bit_length() if number else 2
-        for board in boards[(1 << number) - 1 : (2 << number) - 1]:
-            played = play_in_order(evaluator, left, board, now + (end - now) / rounds)
-            if number == 0:
-                left = left[: len(played)]
-            elif len(played) < len(left):
-                break
-            for source, game in zip(left, played, strict=True):
-                games[source].append(game)
+        new = boards[(1 << number) - 1 : (2 << number) - 1]
+        for part in in_parts(left, f"choosing among {len(left)} programs", max(1, PART // len(new))):
+            for source, results in zip(part, evaluator.play(part, new), strict=True):
+                played[source] += results
         left.sort(key=level, reverse=True)
-        took = time.monotonic() - now
-        kept = (len(left) + 1) // 2 if number else finalists(len(left) * (end - now - took) / took)
-        left, lost, number = left[:kept], left[kept:] + lost, number + 1
+        half = (len(left) + 1) // 2 if number else kept
+        left, lost, number = left[:half], left[half:] + lost, number + 1
     ranking = (*left, *lost)
-    best = games[ranking[0]] if ranking else []
+    best = played[ranking[0]] if ranking else []
     won = statistics.fmean(game.max_tile >= evaluator.target for game in best) if best else 0.0
     return Race(candidates, len(ranking), len(best), round(won, 4), ranking)

@@ -29,7 +29,7 @@ from toolkit.ranks import RANK, RANKS, by_first_rank
 if TYPE_CHECKING:
     from rich.console import Console
 
-QUICK_SECONDS, QUICK_BOARDS = 10.0, 8  # for the best program of an interrupted run
+QUICK_GAMES, QUICK_BOARDS = 64, 8  # for the best program of an interrupted run
 SURE, COOL = 32, 0.4  # answers that the trained model is surest of, for the race: how many, and their temperature
 BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
@@ -46,9 +46,9 @@ def stage_result(
     }
 
 
-def choose_best(evaluator: Evaluator, run: Path, seconds: float, first: Sequence[str] = ()) -> Race:
+def choose_best(evaluator: Evaluator, run: Path, games: int, first: Sequence[str] = ()) -> Race:
     """Find a run's best program and leave it in its folder.  Candidates: the `first` ones, then those of training."""
-    found = race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], seconds)
+    found = race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], games)
     for source in found.ranking[:1]:
         runs.write_program(run / runs.BEST_PROGRAM, source, evaluator.config)
         (run / "best_game.json").unlink(missing_ok=True)  # of an earlier result
@@ -65,7 +65,7 @@ def keep_game(evaluator: Evaluator, run: Path, step: int, source: str, games: Se
 
 def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
     """Find and keep the best program of an interrupted run."""
-    for source in choose_best(evaluator, run, QUICK_SECONDS).ranking[:1]:
+    for source in choose_best(evaluator, run, QUICK_GAMES).ranking[:1]:
         (games,) = evaluator.play([source], evaluator.held_out[:QUICK_BOARDS], record=True)
         keep_game(evaluator, run, step, source, games)
 
@@ -87,9 +87,8 @@ def write_result(
     evaluator, run, games = progress.evaluator, progress.run, progress.games
     races = {"best": best.summary()}
     if untrained:
-        seconds = evaluator.config.race_seconds
-        say(f"choosing the best of {len(untrained)} programs of the untrained model, in {seconds:.0f} s")
-        found = race(evaluator, untrained, seconds)
+        say(f"choosing the best of {len(untrained)} programs of the untrained model")
+        found = race(evaluator, untrained, evaluator.config.race_games)
         keep_best_of_n(evaluator, run, found)
         games.add({BEST_OF_N: found.ranking[0]})
         races[BEST_OF_N] = {"sampled": count, **found.summary()}
@@ -149,9 +148,9 @@ def conclude(
         with runs.Interruption():
             say(f"playing {progress.games.boards} held-out boards with the trained model")
             after = evaluate_model(progress.games.evaluators, model, tokenizer)
-            say(f"choosing the best program of the run, in {config.race_seconds:.0f} s")
+            say("choosing the best program of the run")
             sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
-            best = by_first_rank(partial(choose_best, evaluator, run, config.race_seconds, sure))
+            best = by_first_rank(partial(choose_best, evaluator, run, config.race_games, sure))
             if best.ranking and RANK == 0:
                 progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
             count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
