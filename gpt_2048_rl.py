@@ -1787,24 +1787,39 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
                                             random_state=config.seed, **numbers)  # fmt: skip
 
 
+def sample_batch(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:
+    """A completion of each prompt, all at once."""
+    batch = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": asked}] for asked in prompts], add_generation_prompt=True, return_tensors="pt",
+        return_dict=True, padding=True, tokenizer_kwargs={"padding_side": "left"},
+        **template_arguments(config.reasoning)).to(model.device)  # (B, T)  # fmt: skip
+    ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
+                         temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    texts: list[str] = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
 def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:
-    """A completion of each prompt, sampled at the config's temperature; special tokens stripped, as in TRL."""
+    """A completion of each prompt, sampled at the config's temperature; special tokens stripped, as in TRL.  Where
+    memory runs out, half as many are sampled at a time."""
     import torch
 
-    texts: list[str] = []
+    texts, rows = list[str](), config.eval_batch_size
     model.eval()
     bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
     with torch.random.fork_rng(), torch.no_grad(), bf16:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
         for part in bars.in_parts(prompts, "sampling", config.eval_batch_size):
-            chats = [[{"role": "user", "content": asked}] for asked in part]
-            batch = tokenizer.apply_chat_template(
-                chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
-                tokenizer_kwargs={"padding_side": "left"}, **template_arguments(config.reasoning),
-            ).to(model.device)  # (B, T)  # fmt: skip
-            ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
-                                 temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-            texts += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            done = 0
+            while done < len(part):
+                try:
+                    texts += sample_batch(model, tokenizer, part[done : done + rows], config)
+                    done += rows
+                except RuntimeError as error:
+                    rows = min(rows, len(part)) // 2
+                    if not rows or not machine.is_out_of_memory(error):
+                        raise
+                    torch.cuda.empty_cache()
     return texts
 
 
@@ -1950,6 +1965,13 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     return batch | {"advantages": advantages * kept * every / some}
 
 
+def smaller_passes(config: TrainConfig) -> str:
+    """The options for an update that needs less memory, and makes the same steps up to rounding."""
+    together = config.batch_size * config.accumulation
+    less = next((size for size in range(config.batch_size // 2, 0, -1) if together % size == 0), 0)
+    return f"--batch-size {less} --accumulation {together // less}" if less else "fewer --max-new-tokens"
+
+
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups.  It writes down every step; the toolkit adds checkpoints, curves."""
     import torch
@@ -1989,14 +2011,21 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             return rewards
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            began = time.perf_counter()
-            batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            began, together = time.perf_counter(), config.batch_size * config.accumulation
+            fewer = "another --run-name, and fewer --generations, --accumulation or --max-new-tokens"
+            with machine.naming_memory(f"{together} completions were generated", fewer):
+                batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             self.observe(batch)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []
             return without_flat_groups(batch, flat, self.loss_type in ("bnpo", "dapo", "cispo", "vespo"))
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            doing = f"the model was updated with {config.batch_size} completions at a time"
+            with machine.naming_memory(doing, smaller_passes(config)):
+                return super().training_step(*args, **kwargs)
 
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
             norm = super()._get_grad_norm(*args, **kwargs)
@@ -2074,9 +2103,10 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     start_players(config)
     run = trackers.kept_in(by_first_rank(partial(runs.open_run, config)))
     games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
-    model, tokenizer = load_model(config.model, config, partial(view.print, soft_wrap=True))
+    say = partial(view.print, soft_wrap=True)
+    model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
-    with runs.blaming_the_folder(run):
+    with runs.blaming_the_folder(run), results.surviving_lack_of_memory(run, config, say):
         progress = learn(model, tokenizer, config, run, view, games)
         return results.conclude(progress, model, tokenizer, started, console)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -26,7 +27,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.conftest import STEPS, Run, flags
+from tests.conftest import GENERATIONS, STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
@@ -468,3 +469,56 @@ def test_kills_change_nothing(base: Path, tmp_path: Path) -> None:
     done = run_fresh(*broken)  # a fresh process, whose sets have another order
     assert done.returncode == 0, done.stderr
     assert numbers_of(folder) == numbers_of(tmp_path / "whole" / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory that runs out
+
+
+def train_short_of_memory(out: str, where: str, status: str) -> None:
+    """A run whose memory runs out: in generations of four rows, or in its second backward pass."""
+    import torch
+    from accelerate import Accelerator
+
+    from toolkit.sampler import Recorder
+
+    generate, backward, calls = Recorder.__call__, Accelerator.backward, list[int]()
+
+    def with_few_rows(self: Recorder, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(scores) >= GENERATIONS:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return generate(self, ids, scores)
+
+    def once(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        backward(self, *args, **kwargs)
+
+    if where == "generation":
+        Recorder.__call__ = with_few_rows  # type: ignore[method-assign]
+    else:
+        Accelerator.backward = once
+    words = command(Path(out), steps=2, save_steps=1, best_of=0)
+    with (Path(out) / "log").open("w") as log, contextlib.redirect_stderr(log):
+        assert program.main(words) == int(status)
+
+
+def test_an_update_without_memory_names_options_that_need_less(base: Path, tmp_path: Path) -> None:
+    """It was a traceback with exit code 1.  With those options the run goes on from its last step."""
+    call(train_short_of_memory, tmp_path, "update", 4)
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
+    assert "updated with 4 completions at a time: take --batch-size 2 --accumulation 2" in line
+    assert (tmp_path / "run" / "report.html").is_file()
+    done = run(*command(tmp_path, steps=2, save_steps=1, best_of=0, batch_size=2, accumulation=2))
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 1" in done.stdout
+    assert steps_done(tmp_path / "run") == [1, 2]
+
+
+def test_an_evaluation_without_memory_goes_on_with_fewer_rows(base: Path, tmp_path: Path) -> None:
+    """The untrained model is evaluated two programs at a time; a step's completions have to be generated together."""
+    call(train_short_of_memory, tmp_path, "generation", 4)
+    assert json.loads((tmp_path / "run" / "before.json").read_text())
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
+    assert "memory ran out while 4 completions were generated: take another --run-name, and fewer --generations" in line

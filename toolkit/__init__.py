@@ -14,10 +14,22 @@ VLLM = Path(__file__).resolve().parent.parent / ".venv-vllm"  # vLLM's environme
 class UsageError(Exception):
     """What was wrong and what to do, in one line; the program exits with code 2."""
 
+    exit_code = 2
+
+
+class OutOfMemory(UsageError):
+    """The GPU's or the machine's memory ran out.  `remedy` are the options that need less."""
+
+    exit_code = 4
+
+    def __init__(self, doing: str, remedy: str) -> None:
+        super().__init__(f"memory ran out while {doing}: take {remedy}")
+        self.remedy = remedy
+
 
 BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
                    "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
-"""Characters that isprintable() lets pass and nobody sees, as in gpt_2048_rl.py, which plays without this folder."""
+"""Characters that isprintable() lets pass and nobody sees, as in the script, whose referees play without toolkit/."""
 
 
 def visible(text: object) -> str:

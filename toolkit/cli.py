@@ -161,7 +161,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
-# The options that may differ when a run is resumed.
+# The options that may differ when a run is resumed; besides, a step's completions may be split in another way.
 CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", *PERMISSIONS}
 
 
@@ -198,7 +198,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     config = parse(kind, argv, prog, default)
     config.model = machine.resolve_model(config.model)
     if run:
-        runs.check_unchanged(config, default, CHANGEABLE)
+        alike = config.batch_size * config.accumulation == default.batch_size * default.accumulation
+        runs.check_unchanged(config, default, CHANGEABLE | ({"batch_size", "accumulation"} if alike else set()))
         config.output_dir, config.run_name = default.output_dir, default.run_name
         for option in runs.forgotten(run, config) if RANK == 0 else ():
             print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
@@ -333,7 +334,8 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
     """Parse a command line and run its command.
 
     Returns the exit code: 0; 2 for an error that the user can fix, after one line that says how; 3 where training
-    collapsed; 129 for SIGHUP, 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout any more.
+    collapsed; 4 where memory ran out; 129 for SIGHUP, 130 for Ctrl-C, 143 for SIGTERM; 141 where nobody reads stdout
+    any more.
     """
     real_stdout = sys.stdout
     try:
@@ -359,7 +361,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
                 print(json.dumps(result), file=real_stdout)
     except UsageError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except ModuleNotFoundError as error:
         print(f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
               file=sys.stderr)  # fmt: skip

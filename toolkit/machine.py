@@ -15,13 +15,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit import UsageError, cache_folder, smollm2
+from toolkit import OutOfMemory, UsageError, cache_folder, smollm2
 from toolkit.cpu_speed import speed_up
 from toolkit.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.runs import read_json
@@ -611,6 +611,24 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
         stored = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
         if stored and stored["quant_method"] == "mxfp4" and held != "MXFP4":
             raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --weights stored")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on a CPU."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def naming_memory(doing: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(doing, remedy) from error
+        raise
 
 
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:

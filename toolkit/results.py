@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import evaluation, report, runs, watch
+from toolkit import OutOfMemory, evaluation, report, runs, watch
 from toolkit.export import model_card
 from toolkit.machine import adapter_base
 from toolkit.programs import (
@@ -123,6 +124,18 @@ def again(run: Path, config: Any) -> str:
     """The command that goes on with a run."""
     folder = [] if run.parent == Path("outputs") else ["--output-dir", str(run.parent)]
     return shlex.join(["python", "gpt_2048_rl.py", *folder, "--run-name", run.name, *runs.permissions(config)])
+
+
+@contextlib.contextmanager
+def surviving_lack_of_memory(run: Path, config: Any, say: Callable[[Any], None]) -> Iterator[None]:
+    """Where memory runs out, write the page of what there is, and say how to go on."""
+    try:
+        yield
+    except OutOfMemory as error:
+        say(by_first_rank(partial(report.try_report, run)))
+        if error.remedy.startswith("--"):
+            say(f"to resume: {again(run, config)} {error.remedy}")
+        raise
 
 
 def conclude(

@@ -478,9 +478,11 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
                          f"{tiny.VERSION}: choose another --run-name")  # fmt: skip
     for name, value in vars(stored).items():
         asked = getattr(config, name)
-        if name in changeable or name in ("output_dir", "run_name") or (name == "steps" and asked > value):
+        if name in changeable or name in ("output_dir", "run_name"):
             continue
-        if name == "steps" and asked < value:
+        if name == "steps" and asked >= value:
+            continue
+        if name == "steps":
             raise UsageError(f"{stored.run_name} has {value} steps, and {asked} are fewer: name more, or another "
                              "--run-name")  # fmt: skip
         if asked != value:
