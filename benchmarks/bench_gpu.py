@@ -42,7 +42,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, export, machine, programs, sampler, tiny, watch  # noqa: E402
+from toolkit import export, machine, programs, sampler, tiny, watch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,6 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
         if args.chunks > 1:
             trainer.args.unsloth_grpo_mini_batch = args.chunks
-        (scratch / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), stage.target))}))
         games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
         progress = watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True))
         with forced(model, texts), counting(model) as passes:

@@ -31,7 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, machine, programs, tiny, watch  # noqa: E402
+from toolkit import machine, programs, tiny, watch  # noqa: E402
 
 SIDES, LIMIT = ("trl", "ours"), 1.05
 
@@ -52,7 +52,6 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     model, tokenizer = program.load_model("tiny", config, lambda _: None)
     model = program.add_adapters(model, config)
     folder.mkdir()
-    (folder / "before.json").write_text(json.dumps({"6x6": asdict(evaluation.score((), 2048))}))
     stage = program.Stage(6, 2048)
     ladder = program.Ladder([stage])
     rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)

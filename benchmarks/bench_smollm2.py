@@ -10,7 +10,7 @@
 - shared: GRPO in which programs of a group that play the same games share one advantage;
 - rejection: the likelihood of the best quarter of each group, in place of GRPO's advantages;
 - published: the recipe of the public notebook, on this model;
-- best of N: the best programs of the untrained model (--best-of -1);
+- best of N: the hundred best of as many programs of the untrained model, chosen by the program's own race;
 - blind programs: each key alone, all keys in turn, keys at random, and the program that the prompt shows.
 
 A run is told by its seed and its steps, and never by seconds.  Needs ./setup.sh --with smollm2.
@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     steps: int = 0  # of each run; 0: the recipe's
     methods: tuple[str, ...] = ("grpo", "shared", "rejection", "published")
+    best_of: int = 1  # of how many seeds the best of N is measured
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     way: str = ""  # for `steps`: what is changed
     words: str = "[]"  # for `steps`: the program's options, as JSON
@@ -214,58 +216,68 @@ class Sampled:
                 f"{self.level:.2f}"]  # fmt: skip
 
 
-def sampled(model: str | Path, seed: int, count: int = 128) -> Sampled:
+BOARDS = 128  # held-out boards, and answers of a model
+
+
+def recipe(seed: int) -> program.TrainConfig:
+    """The recipe of SmolLM2, which says how a model is asked too."""
+    return replace(program.train_defaults("smollm2"), seed=seed, games=BOARDS, keys=KEYS)
+
+
+def sampled(model: str | Path, seed: int) -> Sampled:
     """The programs of a model's answers to the prompt in the held-out wording."""
-    recipe = program.train_defaults("smollm2")
-    config = program.EvalConfig(
-        model=str(model), seed=seed, games=count, keys=KEYS, example=recipe.example, temperature=recipe.temperature,
-        max_new_tokens=recipe.max_new_tokens, eval_batch_size=recipe.eval_batch_size)  # fmt: skip
-    evaluator = program.Evaluator(config, 6, 2048)
-    model_and_tokenizer = program.load_model(str(model), config, lambda _: None)
-    return Sampled.of(evaluator, evaluator.answers(*model_and_tokenizer, count, (-1,)))
+    evaluator = program.Evaluator(recipe(seed), 6, 2048)
+    loaded = program.load_model(str(model), evaluator.config, lambda _: None)
+    return Sampled.of(evaluator, evaluator.answers(*loaded, BOARDS, (-1,)))
 
 
-def of_program(evaluator: program.Evaluator, source: str) -> Sampled:
-    """One program on every board."""
-    return Sampled.of(evaluator, [f"```python\n{source}\n```"] * len(evaluator.held_out))
+def of_programs(sources: Sequence[str]) -> Sampled:
+    """Some programs on the held-out boards, in turn."""
+    evaluator = program.Evaluator(recipe(0), 6, 2048)
+    return Sampled.of(evaluator, [f"```python\n{sources[i % len(sources)]}\n```" for i in range(BOARDS)])
 
 
-def figures(seed: int, args: Args, out: Path) -> dict[str, Sampled]:
-    """What each method's model and programs do after training with a seed."""
-    steps = {"steps": args.steps} if args.steps else {}
-    found: dict[str, Sampled] = {}
-    for method in args.methods:
-        folder = out / f"{method}-{seed}"
-        words = {"recipe": "published"} if method == "published" else {}
-        best_of = {"best-of": -1 if method == "grpo" else 0}
-        run(method, folder, seed=seed, **words, **steps, **best_of)
-        found[method] = sampled(folder / "adapter", seed)
-        config = program.EvalConfig(model="", games=128, keys=KEYS)
-        evaluator = program.Evaluator(config, 6, 2048)
-        found[f"{method}, best program"] = of_program(evaluator, (folder / "best_strategy.py").read_text())
-        if method == "grpo":
-            hundred = json.loads((folder / "best_of_n.json").read_text())
-            answers = [f"```python\n{hundred[i % len(hundred)]}\n```" for i in range(len(evaluator.held_out))]
-            found["best of N, hundred best"] = Sampled.of(evaluator, answers)
-    return found
+def best_of_n(count: int, seed: int) -> Sampled:
+    """The hundred best of so many programs of the untrained model, on the held-out boards."""
+    evaluator = program.Evaluator(config := recipe(seed), 4, 2048)
+    found = programs.sampled_programs(evaluator, *program.load_model("smollm2", config, lambda _: None), count)
+    return of_programs(programs.race(evaluator, found, config.race_games).ranking[:100])
+
+
+def kept(file: Path, make: Callable[[], Sampled]) -> Sampled:
+    """What was measured before, or is measured now and kept."""
+    if not file.is_file():
+        runs.write_whole(file, json.dumps(vars(make())) + "\n")
+    return Sampled(**runs.read_json(file))
 
 
 def learn(args: Args, out: Path) -> dict[str, Any]:
-    """Every method and seed, and the controls that need no model."""
+    """Every method and seed, and the controls."""
     machine.prepare_environment(offline=True)
-    evaluator = program.Evaluator(program.EvalConfig(model="", games=128, keys=KEYS), 6, 2048)
-    rows: dict[str, list[Sampled]] = {"before": [sampled("smollm2", args.seeds[0])]}
+    numbers = recipe(0)
+    count = (args.steps or numbers.steps) * numbers.batch_size * numbers.accumulation
+    rows: dict[str, list[Sampled]] = {"before": []}
     for seed in args.seeds:
-        for name, done in figures(seed, args, out).items():
-            rows.setdefault(name, []).append(done)
-    for name, source in blind_programs().items():
-        rows[name] = [of_program(evaluator, source)]
-    table = Table("", "seeds", "loads", "distinct", "reward, 6x6", "won, 6x6", "log2 of the tile, 4x4")
-    for name, seeds in rows.items():
-        for number, done in enumerate(seeds):
-            table.add_row(name if not number else "", str(number + 1) if len(seeds) > 1 else "", *done.row())
+        rows["before"].append(kept(out / f"before-{seed}.json", partial(sampled, "smollm2", seed)))
+        for method in args.methods:
+            words = {"recipe": "published"} if method == "published" else {}
+            steps = {"steps": args.steps} if args.steps else {}
+            folder = out / f"{method}-{seed}"
+            run(method, folder, seed=seed, **{"best-of": 0, "games": 32}, **words, **steps)
+            after, best = folder / "after.json", folder / "best.json"
+            rows.setdefault(method, []).append(kept(after, partial(sampled, folder / "adapter", seed)))
+            source = (folder / "best_strategy.py").read_text()
+            rows.setdefault(f"{method}, best program", []).append(kept(best, partial(of_programs, [source])))
+    for seed in args.seeds[: args.best_of]:
+        of_n = kept(out / f"best-of-n-{seed}.json", partial(best_of_n, count, seed))
+        rows.setdefault(f"best hundred of {count} untrained", []).append(of_n)
+    rows |= {name: [of_programs([source])] for name, source in blind_programs().items()}
+    table = Table("", "seed", "loads", "distinct", "reward, 6x6", "won, 6x6", "log2 of the tile, 4x4")
+    for name, found in rows.items():
+        for number, done in enumerate(found):
+            table.add_row(name if not number else "", str(args.seeds[number]) if len(found) > 1 else "", *done.row())
     Console(width=120).print(table)
-    return {name: [vars(done) for done in seeds] for name, seeds in rows.items()}
+    return {name: [vars(done) for done in found] for name, found in rows.items()}
 
 
 def main(args: Args) -> int:

@@ -16,8 +16,10 @@ import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.conftest import GENERATIONS, STEPS, Run, flags
+from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
@@ -476,29 +478,27 @@ def test_kills_change_nothing(base: Path, tmp_path: Path) -> None:
 
 
 def train_short_of_memory(out: str, where: str, status: str) -> None:
-    """A run whose memory runs out: in generations of four rows, or in its second backward pass."""
+    """A run whose memory runs out: with four rows of an evaluation or of a step, or in its second update."""
     import torch
     from accelerate import Accelerator
 
     from toolkit.sampler import Recorder
 
-    generate, backward, calls = Recorder.__call__, Accelerator.backward, list[int]()
+    updates = count(1)
+    places: dict[str, tuple[Any, str, Callable[..., bool]]] = {
+        "evaluation": (program, "sample_batch", lambda model, tokenizer, prompts, config: len(prompts) >= 4),
+        "generation": (Recorder, "__call__", lambda self, ids, scores: len(scores) >= 4),
+        "update": (Accelerator, "backward", lambda *_: next(updates) == 2),
+    }
+    owner, name, limit = places[where]
+    whole: Callable[..., Any] = getattr(owner, name)
 
-    def with_few_rows(self: Recorder, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if len(scores) >= GENERATIONS:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if limit(*args):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return generate(self, ids, scores)
+        return whole(*args, **kwargs)
 
-    def once(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        backward(self, *args, **kwargs)
-
-    if where == "generation":
-        Recorder.__call__ = with_few_rows  # type: ignore[method-assign]
-    else:
-        Accelerator.backward = once
+    setattr(owner, name, fails)
     words = command(Path(out), steps=2, save_steps=1, best_of=0)
     with (Path(out) / "log").open("w") as log, contextlib.redirect_stderr(log):
         assert program.main(words) == int(status)
@@ -517,8 +517,13 @@ def test_an_update_without_memory_names_options_that_need_less(base: Path, tmp_p
 
 
 def test_an_evaluation_without_memory_goes_on_with_fewer_rows(base: Path, tmp_path: Path) -> None:
-    """The untrained model is evaluated two programs at a time; a step's completions have to be generated together."""
+    call(train_short_of_memory, tmp_path, "evaluation", 0)
+    stage = json.loads((tmp_path / "run" / "result.json").read_text())["scores"]["3x3"]
+    assert [stage[player]["games"] for player in ("before", "after")] == [4, 4]
+
+
+def test_a_generation_without_memory_is_one_line(base: Path, tmp_path: Path) -> None:
+    """A step's completions are generated together."""
     call(train_short_of_memory, tmp_path, "generation", 4)
-    assert json.loads((tmp_path / "run" / "before.json").read_text())
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
     assert "memory ran out while 4 completions were generated: take another --run-name, and fewer --generations" in line

@@ -216,7 +216,7 @@ def check_the_best_program(folder: str) -> None:
     completions = [row | {"source": source} for source in sources]
     step = {"step": 1, "size": 16, "target": 64, "completions": completions}
     (run / "rollouts.jsonl").write_text(json.dumps(step) + "\n")
-    assert results.choose_best(evaluator, run, seconds=60).ranking[0] == TWENTY_MOVES
+    assert results.choose_best(evaluator, run, games=64).ranking[0] == TWENTY_MOVES
     assert (run / "best_strategy.py").read_text().endswith(TWENTY_MOVES + "\n")
 
 

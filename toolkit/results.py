@@ -77,9 +77,25 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
     runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
 
 
+def score_untrained(
+    run: Path, games: BackgroundGames, model: Any, tokenizer: Any, say: Callable[[Any], None]
+) -> dict[str, evaluation.Score]:  # fmt: skip
+    """The scores by stage of the model without its adapter.  They are measured once in a run, after training, because
+    the first step should not wait for them."""
+    file = run / "before.json"
+    if found := by_first_rank(partial(runs.read_json, file)):
+        return {stage: evaluation.read_score(row) for stage, row in found.items()}
+    say(f"playing {games.boards} held-out boards with the untrained model")
+    with model.disable_adapter():
+        scores = evaluate_model(games.evaluators, model, tokenizer)
+    if RANK == 0:
+        runs.write_whole(file, json.dumps({stage: asdict(score) for stage, score in scores.items()}) + "\n")
+    return scores
+
+
 def write_result(
-    progress: watch.Progress, after: Mapping[str, evaluation.Score], best: Race, count: int, untrained: Sequence[str],
-    started: float, say: Callable[[Any], None],
+    progress: watch.Progress, before: Mapping[str, evaluation.Score], after: Mapping[str, evaluation.Score],
+    best: Race, count: int, untrained: Sequence[str], started: float, say: Callable[[Any], None],
 ) -> tuple[dict[str, Any], str]:  # fmt: skip
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
 
@@ -97,7 +113,7 @@ def write_result(
     scores, played = {}, games.scores()
     for stage, here in games.evaluators.items():
         reached = played[stage].pop(evaluation.BEST, None)
-        known = {"before": progress.before[stage], "after": after[stage], "best": reached}
+        known = {"before": before[stage], "after": after[stage], "best": reached}
         scores[stage] = stage_result(here, known, played[stage])
     source = best.ranking[0] if best.ranking else ""
     if source:
@@ -166,12 +182,13 @@ def conclude(
             best = by_first_rank(partial(choose_best, evaluator, run, config.race_games, sure))
             if best.ranking and RANK == 0:
                 progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
+            before = score_untrained(run, progress.games, model, tokenizer, say)
             count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
             if count:
                 say(f"sampling {count} programs from the untrained model, as a control")
             with model.disable_adapter():
                 untrained = sampled_programs(evaluator, model, tokenizer, count)
-            write = partial(write_result, progress, after, best, count, untrained, started, say)
+            write = partial(write_result, progress, before, after, best, count, untrained, started, say)
             result, source = by_first_rank(write)
     except (KeyboardInterrupt, SystemExit):
         say(report.try_report(run))

@@ -5,7 +5,7 @@ A run writes these files to OUTPUT_DIR/RUN_NAME:
     config.json         its config                          origin.json    when, with which versions, from which commit
     checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step.  Each has the
                         config in training_config.json
-    before.json         the untrained model's scores
+    before.json         the untrained model's scores, measured after training
     rollouts.jsonl      one line per step: every completion with its reward and its games (`Step.of` reads a line)
     events.out.*        TensorBoard's curves; wandb/, trackio/, mlflow.db    other trackers'
     result.json         the scores on the held-out boards; a run without it can be resumed, one with it needs more steps

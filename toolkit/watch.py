@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import textwrap
 import time
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit import evaluation, runs, trackers, visible
-from toolkit.programs import BackgroundGames, Game, evaluate_model, finished_game, random_moves_win
+from toolkit.programs import BackgroundGames, Game, finished_game, random_moves_win
 from toolkit.ranks import RANK, by_first_rank, gathered
 from toolkit.sampler import Recorder, sampled_curves
 from toolkit.watcher import StepSummary, WatchedConfig, Watcher, exponents
@@ -288,7 +286,7 @@ def callback(progress: Any) -> Any:
 
 
 class Progress:
-    """Evaluates the untrained model, shows every step, and stops a run that collapsed, was interrupted or has no time.
+    """Shows every step, and stops a run that collapsed, was interrupted or has no time.
 
     Nothing of this is kept in checkpoints: rollouts.jsonl and the trainer's own log have all of it.
     """
@@ -310,7 +308,6 @@ class Progress:
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._recorder, self._sampled = Recorder(trainer.model), dict[str, float]()
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
-        self.before: dict[str, evaluation.Score]  # of the untrained model, by stage
         trainer.curves, trainer.observe = self._curves, self._measure
         trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
 
@@ -367,15 +364,7 @@ class Progress:
                 "collapsed": bool(self.ended), "ended": self.ended}  # fmt: skip
 
     def begin(self) -> None:
-        """Evaluate the untrained model, once in a run: only the trainer puts a model where it belongs."""
-        file = self.run / "before.json"
-        if not (before := by_first_rank(partial(runs.read_json, file))):
-            self._view.say(f"playing {self.games.boards} held-out boards with the untrained model")
-            scores = evaluate_model(self.games.evaluators, self._trainer.model, self._trainer.processing_class)
-            before = {stage: asdict(score) for stage, score in scores.items()}
-            if RANK == 0:
-                runs.write_whole(file, json.dumps(before) + "\n")
-        self.before = {stage: evaluation.read_score(row) for stage, row in before.items()}
+        """From here on the clock of `minutes` runs."""
         self._began = time.monotonic() - self._spent
 
     def begin_step(self) -> None:
