@@ -1159,10 +1159,14 @@ if __name__ == "__main__" and sys.argv[1:2] == ["worker"] and len(sys.argv) == 4
 # line, so what follows may use packages.
 
 try:
-    from toolkit import UsageError, archive, bars, machine, objectives, ranks, watch
-    from toolkit.evaluation import board_key, board_name
-    from toolkit.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.runs import AtomicCheckpoints, no_link
+    from toolkit import UsageError
+    from toolkit.base import bars, ranks
+    from toolkit.base.files import no_link
+    from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
+    from toolkit.games.evaluation import board_key, board_name
+    from toolkit.model import machine
+    from toolkit.run import archive, objectives, watch
+    from toolkit.run.checkpoints import AtomicCheckpoints
 except ModuleNotFoundError as error:
     if error.name != "toolkit":
         raise
@@ -1170,8 +1174,8 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 if TYPE_CHECKING:
-    from toolkit.programs import BackgroundGames
-    from toolkit.tiny import Task
+    from toolkit.games.programs import BackgroundGames
+    from toolkit.model.tiny import Task
 
 
 class JailError(UsageError):
@@ -1719,7 +1723,7 @@ FINAL_CHANNEL = "<|channel|>final<|message|>"
 
 def tiny_task(layout: str = "bepo") -> Task:
     """What the warm start of the embedded model has to know of the game."""
-    from toolkit.tiny import Task
+    from toolkit.model.tiny import Task
 
     return Task(layout, LAYOUTS, FINAL_CHANNEL, partial(build_prompt, keys=layout), len(WORDINGS) - 1)
 
@@ -2095,7 +2099,8 @@ def start_players(config: GameOptions) -> Pool:
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate before and after, save.  Returns what --json prints."""
-    from toolkit import programs, results, runs, trackers
+    from toolkit.games import programs
+    from toolkit.run import results, runs, trackers
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
@@ -2129,7 +2134,8 @@ def read_strategy(path: Path, pool: Pool) -> str:
 
 def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     """The eval command.  Returns what --json prints."""
-    from toolkit import evaluation, programs, results
+    from toolkit.games import evaluation, programs
+    from toolkit.run import results
 
     started, pool = time.monotonic(), start_players(config)
     sources: dict[str, str] = {}
@@ -2168,7 +2174,9 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[
 
 def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]]:
     """Every command with the class of its options and the function that runs it."""
-    from toolkit import ask, doctor, export, report
+    from toolkit.model import doctor
+    from toolkit.run import report
+    from toolkit.serve import ask, export
 
     examine = partial(doctor.doctor, training=train_defaults, jail=shared_pool, program=sys.modules[__name__])
     return {

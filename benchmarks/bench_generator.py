@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What does the warm start's generator (toolkit/compose.py) reach without any learning?
+"""What does the warm start's generator (toolkit/model/compose.py) reach without any learning?
 
     python benchmarks/bench_generator.py --count 10000
 
@@ -28,7 +28,8 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import compose, programs  # noqa: E402
+from toolkit.games import programs  # noqa: E402
+from toolkit.model import compose  # noqa: E402
 
 
 @dataclass(frozen=True)

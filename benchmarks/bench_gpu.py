@@ -42,7 +42,10 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import export, machine, programs, sampler, tiny, watch  # noqa: E402
+from toolkit.games import programs  # noqa: E402
+from toolkit.model import machine, tiny  # noqa: E402
+from toolkit.run import sampler, watch  # noqa: E402
+from toolkit.serve import export  # noqa: E402
 
 
 @dataclass(frozen=True)

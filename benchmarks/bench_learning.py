@@ -41,7 +41,10 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import evaluation, machine, programs, results, runs, tiny  # noqa: E402
+from toolkit.base import files  # noqa: E402
+from toolkit.games import evaluation, programs  # noqa: E402
+from toolkit.model import machine, tiny  # noqa: E402
+from toolkit.run import reading, results, runs  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def options(args: Args) -> dict[str, list[str]]:
 class Run:
     """A finished run and what was measured of it afterwards."""
 
-    files: runs.Run
+    files: reading.Run
     hundred: evaluation.Score  # of best of N's hundred best programs on the first stage's held-out boards
     new: tuple[float, float]  # share of programs that the warm start never showed: first and last ten steps
 
@@ -112,8 +115,8 @@ def play_hundred(folder: Path) -> evaluation.Score:
         answers = [f"```python\n{best[i % len(best)]}\n```" for i in range(len(evaluator.held_out))]
         verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out])
         score = programs.score(evaluator, [verdict.results[0] for verdict in verdicts])
-        runs.write_whole(file, json.dumps(asdict(score)) + "\n")
-    return evaluation.read_score(runs.read_json(file))
+        files.write_whole(file, json.dumps(asdict(score)) + "\n")
+    return evaluation.read_score(files.read_json(file))
 
 
 def warm_start_programs() -> set[str | None]:
@@ -126,7 +129,7 @@ def warm_start_programs() -> set[str | None]:
 
 def read(folder: Path, shown: set[str | None]) -> Run:
     """A finished run, from its folder."""
-    files = runs.read_run(folder)
+    files = reading.read_run(folder)
     steps = [[done.source for done in files.steps[number].attempts if done.plays] for number in sorted(files.steps)]
     first, last = ([source for step in part for source in step] for part in (steps[:10], steps[-10:]))
     new = [sum(source not in shown for source in part) / max(1, len(part)) for part in (first, last)]
@@ -349,8 +352,8 @@ def train_all(args: Args, out: Path) -> list[Measured]:
             if not file.is_file():
                 train(out / file.stem, seed, words, minutes[seed], args.games)
                 run = measure(recipe, seed, read(out / file.stem, shown))
-                runs.write_whole(file, json.dumps(asdict(run)) + "\n")
-            measured.append(Measured(**runs.read_json(file)))
+                files.write_whole(file, json.dumps(asdict(run)) + "\n")
+            measured.append(Measured(**files.read_json(file)))
             if recipe == "stable":
                 minutes[seed] = measured[-1].figures["minutes"]
             print(recipe, seed, *(f"{name} {measured[-1].shown(name)}" for name in COLUMNS), sep="  ", file=sys.stderr,

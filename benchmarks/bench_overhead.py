@@ -31,7 +31,9 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import machine, programs, tiny, watch  # noqa: E402
+from toolkit.games import programs  # noqa: E402
+from toolkit.model import machine, tiny  # noqa: E402
+from toolkit.run import watch  # noqa: E402
 
 SIDES, LIMIT = ("trl", "ours"), 1.05
 

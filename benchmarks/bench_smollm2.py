@@ -4,7 +4,7 @@
     python benchmarks/bench_smollm2.py speed
     python benchmarks/bench_smollm2.py learn --output-dir outputs/smollm2 --seeds 1 2 3
 
-`speed`: the same steps by this program and by TRL's own trainer, without toolkit/cpu_speed.py.
+`speed`: the same steps by this program and by TRL's own trainer, without toolkit/model/cpu_speed.py.
 `learn`: the recipe, and beside it what could embarrass or better it, with the same number of sampled programs:
 
 - shared: GRPO in which programs of a group that play the same games share one advantage;
@@ -39,7 +39,9 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit import machine, programs, runs  # noqa: E402
+from toolkit.base import files  # noqa: E402
+from toolkit.games import programs  # noqa: E402
+from toolkit.model import machine  # noqa: E402
 
 KEYS: program.Layout = "wasd"
 
@@ -130,7 +132,7 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
     """Train in a process of its own.  Returns what it told.  A finished run is not repeated."""
     kept = folder / "told.json"
     if kept.is_file():
-        return runs.read_json(kept)
+        return files.read_json(kept)
     flags = {"model": "smollm2", "keys": KEYS, "output-dir": folder.parent, "run-name": folder.name, **options}
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
     command = [sys.executable, __file__, "steps", "--way", way, "--words", json.dumps(words)]
@@ -138,7 +140,7 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
     if done.returncode not in (0, 3):  # 3: collapsed
         raise SystemExit(f"{folder.name} ended with exit code {done.returncode}")
     told = json.loads(done.stdout.splitlines()[-1])
-    runs.write_whole(kept, json.dumps(told) + "\n")
+    files.write_whole(kept, json.dumps(told) + "\n")
     return dict(told)
 
 
@@ -153,7 +155,7 @@ def speed(args: Args, out: Path) -> dict[str, Any]:
     table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
     for way in ("grpo", "trl"):
         told = run(way, out / f"speed-{way}", seed=args.seeds[0], **numbers)
-        history = runs.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
+        history = files.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
         logs = [row for row in history["log_history"] if "loss" in row][1:]  # the first step warms up
         parts = {name: [row[f"seconds/{name}"] for row in logs] for name in ("generate", "score", "update")}
         whole = [sum(row) for row in zip(*parts.values(), strict=True)]
@@ -247,8 +249,8 @@ def best_of_n(count: int, seed: int) -> Sampled:
 def kept(file: Path, make: Callable[[], Sampled]) -> Sampled:
     """What was measured before, or is measured now and kept."""
     if not file.is_file():
-        runs.write_whole(file, json.dumps(vars(make())) + "\n")
-    return Sampled(**runs.read_json(file))
+        files.write_whole(file, json.dumps(vars(make())) + "\n")
+    return Sampled(**files.read_json(file))
 
 
 def learn(args: Args, out: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from toolkit import export
+from toolkit.model import adapters
+from toolkit.serve import export
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def stored(name: str, weight: torch.Tensor, form: str) -> dict[str, torch.Tensor
     experts, _, projection = name.rpartition(".")
     is_expert = bool(export.EXPERT_WEIGHTS.search(name))  # (E, in, out)
     if form == "mxfp4" and is_expert:
-        packed = zip(*map(export.quantize_mxfp4, weight), strict=True)
+        packed = zip(*map(adapters.quantize_mxfp4, weight), strict=True)
         return {f"{name}_{part}": torch.stack(tensors)
                 for part, tensors in zip(("blocks", "scales"), packed, strict=True)}  # fmt: skip
     if form != "nf4":

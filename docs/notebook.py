@@ -24,8 +24,8 @@ from IPython.display import Markdown, display
 from rich.console import Console
 
 import gpt_2048_rl as program
-from toolkit.runs import read_run
-from toolkit.watch import board_picture
+from toolkit.run.reading import read_run
+from toolkit.run.watch import board_picture
 
 warnings.filterwarnings("ignore", "IProgress")  # without widgets, progress bars are text
 

@@ -27,7 +27,7 @@ from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
 from mini.tokens import BpeTokens, ChessTokens, Tokens
 from toolkit import UsageError
-from toolkit.runs import write_whole
+from toolkit.base.files import write_whole
 
 say = partial(print, flush=True)
 

@@ -18,7 +18,7 @@ from xdist.scheduler import LoadFileScheduling
 import gpt_2048_rl as program
 from tests import preloaded
 from tests.helpers import HELD_OUT
-from toolkit import machine, tiny
+from toolkit.model import machine, tiny
 
 # The short run: on a small board, where good programs soon come to an end.
 STEPS, GENERATIONS, SIZE, TARGET = 4, 4, 4, 128

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("gpt_2048_rl.py", "toolkit/*.py", "toolkit/*.html")
+SOURCES = ("gpt_2048_rl.py", "toolkit/**/*.py", "toolkit/**/*.html")
 PATIENCE = 1800  # seconds for one call of pytest; a suite that hangs has noticed the fault too
 
 

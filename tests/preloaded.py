@@ -54,7 +54,7 @@ class Process(Protocol):
 
 def serve() -> None:
     """Import the libraries, then fork for every request.  End when nobody is connected any more."""
-    from toolkit import machine
+    from toolkit.model import machine
 
     machine.prepare_environment(offline="HF_ENDPOINT" not in os.environ)
     if sys.argv[1:] == ["gpu"]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolkit.runs import read_curves
+from toolkit.run.reading import read_curves
 
 RECORDED = Path(__file__).with_name("recorded_run")
 

@@ -13,8 +13,8 @@ import pytest
 import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.test_train import loaded
-from toolkit.archive import Archive
-from toolkit.runs import rewind
+from toolkit.run.archive import Archive
+from toolkit.run.steps import rewind
 
 SOURCE = "def strategy(board):\n    return {!r}"
 

@@ -22,8 +22,8 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.helpers import HONEST, ROOT, run, serving
 from toolkit import UsageError
-from toolkit import ask as asking
-from toolkit.ask import ChatServer
+from toolkit.serve import ask as asking
+from toolkit.serve.ask import ChatServer
 
 GAME = ("--size", "3", "--target", "16", "--seeds", "1", "2")  # random moves reach it
 FENCED = f"```python\n{HONEST}```"

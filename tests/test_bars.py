@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from toolkit import bars
+from toolkit.base import bars
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ import gpt_2048_rl as program
 from tests.helpers import HONEST, ROOT
 from tests.preloaded import run
 from tests.record_run import RECORDED, write_curves
-from toolkit import compose, evaluation
+from toolkit.games import evaluation
+from toolkit.model import compose
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learning

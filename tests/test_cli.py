@@ -19,8 +19,9 @@ import gpt_2048_rl as program
 from mini import __main__ as mini
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
 from toolkit import cli
-from toolkit.machine import resolve_model
-from toolkit.runs import keep_config, write_program
+from toolkit.model.machine import resolve_model
+from toolkit.run.checkpoints import keep_config
+from toolkit.run.runs import write_program
 
 CONSTANT = 'def strategy(board):\n    return "é"\n'
 

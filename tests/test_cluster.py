@@ -17,8 +17,8 @@ import pytest
 from tests import conftest
 from tests.helpers import HELD_OUT, ROOT, run_python
 from tests.preloaded import call, run
-from toolkit import machine, tiny
-from toolkit.runs import read_curves
+from toolkit.model import machine, tiny
+from toolkit.run.reading import read_curves
 
 
 def launch(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -125,6 +125,6 @@ def test_experts_decode_without_copies_of_their_weights(base: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", "true"])
 def test_fsdp_is_known_by_what_accelerate_sets(value: str) -> None:
-    done = run_python("from toolkit import ranks; print(ranks.SHARDED)",
+    done = run_python("from toolkit.base import ranks; print(ranks.SHARDED)",
                       env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_FSDP": value})  # fmt: skip
     assert done.stdout == f"{bool(value)}\n"

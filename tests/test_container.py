@@ -64,7 +64,8 @@ def test_libraries_are_compiled_once_and_not_at_every_start(tmp_path: Path, monk
 def test_strategies_are_jailed_in_there(tmp_path: Path) -> None:
     """Under Docker's default profile, as the owner of the folder, who has no name and no capabilities."""
     shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path)
-    for path in (tmp_path, *tmp_path.iterdir()):
+    shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
+    for path in (tmp_path, *tmp_path.rglob("*")):
         os.chown(path, 12345, 23456)
     for parent in (tmp_path, *tmp_path.parents[:-2]):
         parent.chmod(parent.stat().st_mode | 0o055)

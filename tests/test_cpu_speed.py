@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from toolkit.cpu_speed import ROOM, generate_merged, share_prefixes
+from toolkit.model.cpu_speed import ROOM, generate_merged, share_prefixes
 
 SHAPE = {
     "vocab_size": 50,

@@ -11,7 +11,7 @@ import pytest
 import gpt_2048_rl as program
 from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard
 from tests.list_engine import ListBoard, slide
-from toolkit.watch import render
+from toolkit.run.watch import render
 
 CASES = [  # size, target, layout
     *((size, 2048, layout) for size, layout in zip(range(2, 9), list(LAYOUTS) * 2, strict=False)),

@@ -20,7 +20,9 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run
-from toolkit import UsageError, export, tiny, verify
+from toolkit import UsageError
+from toolkit.model import adapters, tiny
+from toolkit.serve import export, verify
 
 if TYPE_CHECKING:
     import torch
@@ -106,14 +108,14 @@ def test_mxfp4_means_what_transformers_reads() -> None:
 
     blocks, scales = some_codes()
     theirs = _convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0]
-    assert torch.equal(export.dequantize_mxfp4(blocks, scales), theirs)
+    assert torch.equal(adapters.dequantize_mxfp4(blocks, scales), theirs)
 
 
 def test_weights_that_were_mxfp4_come_back_exactly() -> None:
     import torch
 
-    weights = export.dequantize_mxfp4(*some_codes())
-    assert torch.equal(export.dequantize_mxfp4(*export.quantize_mxfp4(weights)), weights)
+    weights = adapters.dequantize_mxfp4(*some_codes())
+    assert torch.equal(adapters.dequantize_mxfp4(*adapters.quantize_mxfp4(weights)), weights)
 
 
 def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
@@ -121,8 +123,8 @@ def test_rounding_is_to_the_nearest_value_of_the_better_scale() -> None:
     import torch
 
     weights = torch.randn(32, 40, generator=torch.Generator().manual_seed(3))
-    ours = (export.dequantize_mxfp4(*export.quantize_mxfp4(weights)) - weights).square().sum(0)  # a group a column
-    values = torch.tensor([*export.FP4_MAGNITUDES, *(-value for value in export.FP4_MAGNITUDES)])
+    ours = (adapters.dequantize_mxfp4(*adapters.quantize_mxfp4(weights)) - weights).square().sum(0)  # a group a column
+    values = torch.tensor([*adapters.FP4_MAGNITUDES, *(-value for value in adapters.FP4_MAGNITUDES)])
     errors = [((weights[..., None] - values * 2.0**e).abs().amin(-1)).square().sum(0) for e in range(-12, 8)]
     assert torch.allclose(ours, torch.stack(errors).amin(0), rtol=1e-5)
 
@@ -135,15 +137,15 @@ def test_ties_go_to_the_even_code(value: float, rounded: float) -> None:
     import torch
 
     group = torch.tensor([[value], [-value], [6.0], *[[0.0]] * 29])
-    assert export.dequantize_mxfp4(*export.quantize_mxfp4(group))[:3, 0].tolist() == [rounded, -rounded, 6.0]
+    assert adapters.dequantize_mxfp4(*adapters.quantize_mxfp4(group))[:3, 0].tolist() == [rounded, -rounded, 6.0]
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
     import torch
 
-    blocks, scales = export.quantize_mxfp4(torch.zeros(64, 2))
+    blocks, scales = adapters.quantize_mxfp4(torch.zeros(64, 2))
     assert blocks.eq(0).all()
-    assert export.dequantize_mxfp4(blocks, scales).eq(0).all()
+    assert adapters.dequantize_mxfp4(blocks, scales).eq(0).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ def test_mxfp4_is_really_written_and_loads_in_transformers(learned: Path, mxfp4:
     exact = AutoPeftModelForCausalLM.from_pretrained(learned / "adapter").merge_and_unload().state_dict()
     for name in merged:
         if name in experts:
-            rounded = [export.dequantize_mxfp4(*export.quantize_mxfp4(expert)) for expert in exact[name]]
+            rounded = [adapters.dequantize_mxfp4(*adapters.quantize_mxfp4(expert)) for expert in exact[name]]
             assert torch.equal(weights[name].float(), torch.stack(rounded))
         else:
             assert torch.equal(weights[name], merged[name])

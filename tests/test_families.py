@@ -13,7 +13,8 @@ import pytest
 
 from tests import preloaded
 from tests.helpers import HELD_OUT
-from toolkit import UsageError, machine
+from toolkit import UsageError
+from toolkit.model import machine
 
 STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
         "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-games", 1, *HELD_OUT)  # fmt: skip

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import gpt_2048_rl as program
-from toolkit import UsageError, export, llamacpp, verify
+from toolkit import UsageError
+from toolkit.model import adapters
+from toolkit.serve import export, llamacpp, verify
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +63,10 @@ def packed(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
         if not export.EXPERT_WEIGHTS.search(name):
             stored[name] = meant[name] = weights
             continue
-        parts = [export.quantize_mxfp4(expert) for expert in weights]
+        parts = [adapters.quantize_mxfp4(expert) for expert in weights]
         for part, tensors in zip(("blocks", "scales"), zip(*parts, strict=True), strict=True):
             stored[f"{name}_{part}"] = torch.stack(tensors)
-        meant[name] = torch.stack([export.dequantize_mxfp4(*part) for part in parts])
+        meant[name] = torch.stack([adapters.dequantize_mxfp4(*part) for part in parts])
     return stored, meant
 
 

@@ -14,7 +14,7 @@ import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.programs import PROGRAMS, REWARD_BOARDS, SKILL_BOARDS, recorded_games, refereed, wrongly_paid
 from tests.test_rewards import fenced
-from toolkit import watcher
+from toolkit.run import watcher
 
 BOARDS = tuple(range(101, 109))
 

@@ -24,8 +24,8 @@ from tests import preloaded
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run, run_python
 from toolkit import UsageError
-from toolkit.doctor import DoctorConfig, doctor
-from toolkit.machine import (
+from toolkit.model.doctor import DoctorConfig, doctor
+from toolkit.model.machine import (
     Machine,
     Settings,
     check_download,
@@ -44,7 +44,7 @@ from toolkit.machine import (
     settings_table,
     stays_as_stored,
 )
-from toolkit.tiny import folder_of
+from toolkit.model.tiny import folder_of
 
 GB10 = Machine("NVIDIA GB10", (12, 1), 128_000_000_000, unified=True, processor="aarch64", triton=(3, 7))
 H100 = Machine("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, triton=(3, 7))
@@ -93,7 +93,7 @@ def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_shards_are_named_with_fsdp(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.machine.SHARDED", spread)
+    monkeypatch.setattr("toolkit.model.machine.SHARDED", spread)
     rows = settings_of(H100, program.TrainConfig(loader="transformers")).rows
     assert any("shard" in why for _, _, why in rows) is spread
 
@@ -191,9 +191,9 @@ def test_activations_are_recomputed_on_a_gpu_even_with_embeddings_in_ram(monkeyp
 
 
 def test_auto_is_gpt_oss_with_a_gpu_and_the_embedded_model_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.machine.gpu_is_there", lambda: True)
+    monkeypatch.setattr("toolkit.model.machine.gpu_is_there", lambda: True)
     assert [resolve_model(name) for name in ("auto", "tiny", "a/b")] == ["unsloth/gpt-oss-20b", "tiny", "a/b"]
-    monkeypatch.setattr("toolkit.machine.gpu_is_there", lambda: False)
+    monkeypatch.setattr("toolkit.model.machine.gpu_is_there", lambda: False)
     assert resolve_model("auto") == "tiny"
 
 
@@ -223,7 +223,7 @@ def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest
 
 COMPILES = """
 import json, os
-from toolkit.machine import prepare_environment
+from toolkit.model.machine import prepare_environment
 prepare_environment(offline=True)
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 print(cache_dir())
@@ -240,7 +240,7 @@ def test_compiled_code_is_not_taken_from_where_others_can_write(tmp_path: Path) 
 
 LOADS = """
 import sys
-from toolkit import machine
+from toolkit.model import machine
 machine.{loads}
 """
 
@@ -309,7 +309,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (16_000_000_000, 16_000_000_000))
-    monkeypatch.setattr("toolkit.machine.available_memory", lambda: 40_000_000_000)
+    monkeypatch.setattr("toolkit.model.machine.available_memory", lambda: 40_000_000_000)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -342,7 +342,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
     from rich.console import Console
 
     def examine(machine: Machine, config: DoctorConfig, jail: Callable[[], str] = lambda: "holds") -> tuple[Any, str]:
-        monkeypatch.setattr("toolkit.doctor.find_machine", lambda: machine)
+        monkeypatch.setattr("toolkit.model.doctor.find_machine", lambda: machine)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
         training = partial(program.TrainConfig, max_seq_length=768)
@@ -415,7 +415,7 @@ def test_the_fastest_form_is_kept_for_this_gpu_and_model(
         told = json.dumps({"speeds": {weights: speed}})
         return SimpleNamespace(returncode=0 if speed else 2, stdout=told, stderr="error: it does not compile")
 
-    monkeypatch.setattr("toolkit.doctor.subprocess.run", run)
+    monkeypatch.setattr("toolkit.model.doctor.subprocess.run", run)
     told, text = examined(H100, DoctorConfig(str(gpt_oss), measure=True))
     assert told["speeds"] == {"4bit": 700, "stored": 500, "16bit": 800, "16bit, compiled": 1900}
     assert "stored, compiled: failed (error: it does not compile)" in text

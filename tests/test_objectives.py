@@ -15,7 +15,8 @@ import pytest
 import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.test_train import loaded
-from toolkit import UsageError, objectives
+from toolkit import UsageError
+from toolkit.run import objectives
 
 REWARDS = (22.0, 7.5, 3.25, 9.0, 7.5, -3.0, 11.0, 0.0)
 

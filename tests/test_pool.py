@@ -42,10 +42,10 @@ import gpt_2048_rl as program
 program.PRELOADED = ("no_such_module",)
 try:
     program.Referee()
-except program.JailError as error:
+except program.NotJailed as error:
     print(error)
 """
-    assert "(ModuleNotFoundError: No module named 'no_such_module')" in run_python(code).stdout
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in run_python(code).stdout
 
 
 def test_a_refused_pool_leaves_no_process() -> None:

@@ -34,21 +34,29 @@ def test_importing_the_program_imports_nothing_heavy() -> None:
     assert sorted(set(HEAVY) & {name.partition(".")[0] for name in done.stdout.split()}) == []
 
 
-MODULES = sorted(path.stem for path in (ROOT / "toolkit").glob("*.py") if path.stem != "__init__")
+FILES = sorted(path for path in (ROOT / "toolkit").rglob("*.py") if path.stem != "__init__")
+MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
+# What each room of the toolkit may import, besides itself and toolkit/__init__.py.
+ROOMS = {"base": set[str](), "games": {"base"}, "model": {"base", "games"}, "run": {"base", "games", "model"},
+         "serve": {"base", "games", "model", "run"}, "cli": {"base", "model", "run", "serve"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_toolkit_imports_neither_the_script_nor_heavy_libraries(name: str) -> None:
     """The script runs as __main__: imported once more it would have a second pool of players."""
-    done = run_python(f"import sys, toolkit.{name}; print(*sys.modules)")
+    done = run_python(f"import sys, {name}; print(*sys.modules)")
     assert done.returncode == 0, done.stderr
     assert sorted({*HEAVY, "gpt_2048_rl"} & {name.partition(".")[0] for name in done.stdout.split()}) == []
-    imports = [node for node in ast.walk(ast.parse((ROOT / "toolkit" / f"{name}.py").read_text()))
-               if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any("gpt_2048_rl" in ast.unparse(node) for node in imports)
+    room = name.split(".")[1]
+    named = [node.module or "" for node in imports if isinstance(node, ast.ImportFrom)]
+    used = {module.split(".")[1] for module in named if module.startswith("toolkit.")}
+    assert used <= ROOMS[room] | {room}
 
 
-@pytest.mark.parametrize("path", ["gpt_2048_rl.py", *(f"toolkit/{name}.py" for name in MODULES)])
+@pytest.mark.parametrize("path", ["gpt_2048_rl.py", *(str(path.relative_to(ROOT)) for path in FILES)])
 def test_no_name_is_used_above_its_definition(path: str) -> None:
     """The files read from top to bottom, function bodies and annotations included."""
     tree = ast.parse((ROOT / path).read_text())
@@ -88,7 +96,7 @@ def test_a_broken_toolkit_is_not_a_missing_one(tmp_path: Path) -> None:
     """A bad import in one of its files once made the program train without checkpoints."""
     copy = shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path / "my-run.py")
     shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
-    (tmp_path / "toolkit" / "watch.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "toolkit" / "run" / "watch.py").write_text("import nothing_of_this_name\n")
     done = run("--help", script=copy, cwd=tmp_path)
     assert done.returncode == 1
     assert "ModuleNotFoundError: No module named 'nothing_of_this_name'" in done.stderr

@@ -17,8 +17,8 @@ import pytest
 
 from tests.helpers import HELD_OUT, ROOT, alive, cmdline, descendants, run_python, wait_until
 from tests.preloaded import call
-from toolkit import ranks
-from toolkit.runs import read_curves
+from toolkit.base import ranks
+from toolkit.run.reading import read_curves
 
 RANKS, STEPS, GENERATIONS, BATCH = 2, 2, 4, 8
 
@@ -128,7 +128,7 @@ with program.Pool() as pool:
 def test_one_process_needs_no_library_to_agree_with_itself() -> None:
     done = run_python(
         "import sys\n"
-        "from toolkit import ranks\n"
+        "from toolkit.base import ranks\n"
         "ranks.join_ranks(None, None)\n"
         "assert (ranks.RANK, ranks.RANKS) == (0, 1)\n"
         "assert ranks.gathered((1, 2)) == [1, 2]\n"
@@ -141,7 +141,7 @@ def test_one_process_needs_no_library_to_agree_with_itself() -> None:
 AGREE = """
 import json, sys
 from types import SimpleNamespace
-from toolkit import ranks
+from toolkit.base import ranks
 
 def prepare(offline):
     assert offline and "torch" not in sys.modules

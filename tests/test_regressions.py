@@ -11,7 +11,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import HELD_OUT, descendants, wait_until, without_seconds
 from toolkit import UsageError
-from toolkit.evaluation import board_key
+from toolkit.games.evaluation import board_key
 
 FORESEES = """
 import collections

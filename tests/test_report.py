@@ -26,8 +26,10 @@ from tests.browser import Browser, Page
 from tests.conftest import Run
 from tests.helpers import HONEST, ROOT
 from tests.record_run import RECORDED
-from toolkit import UsageError, evaluation, report, runs
-from toolkit.programs import controls, recorded_game
+from toolkit import UsageError
+from toolkit.games import evaluation
+from toolkit.games.programs import controls, recorded_game
+from toolkit.run import reading, report, runs
 
 HOSTILE = (
     "</code></pre></script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
@@ -133,8 +135,8 @@ def test_a_run_that_was_killed_at_once_has_a_page_too(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "config.json").write_text(config)
-    done = subprocess.run([sys.executable, "-m", "toolkit.report", folder], capture_output=True, text=True, cwd=ROOT,
-                          check=False)  # fmt: skip
+    command = [sys.executable, "-m", "toolkit.run.report", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout, done.returncode) == (f"{folder / 'report.html'}\n", 0), done.stderr
     assert "0 of 6 steps" in (folder / "report.html").read_text()
 
@@ -147,7 +149,7 @@ def test_a_step_that_was_done_again_counts_once(folder: Path) -> None:
     other["completions"] = other["completions"][:3]
     log.write_text(first + second + json.dumps(other) + "\n")
     (folder / "result.json").unlink()
-    steps = runs.read_run(folder).steps
+    steps = reading.read_run(folder).steps
     assert [(number, len(step.attempts)) for number, step in steps.items()] == [(1, 8), (2, 3)]
 
 
@@ -160,9 +162,9 @@ def test_a_finished_run_with_too_few_steps_is_damaged(folder: Path) -> None:
 
 
 def test_programs_are_shown_without_the_comment_that_names_their_game(folder: Path) -> None:
-    source = runs.read_run(folder).best
+    source = reading.read_run(folder).best
     runs.write_program(folder / "best_strategy.py", source, program.TrainConfig())
-    assert runs.read_run(folder).best.strip() == source.strip()
+    assert reading.read_run(folder).best.strip() == source.strip()
 
 
 def test_four_boards_are_too_few_for_a_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_what_hinders_the_report_costs_the_run_nothing(folder: Path) -> None:
 
 
 def test_curves_are_read_out_with_the_keyboard(recorded: Path, browser: Browser) -> None:
-    curves = runs.read_curves(recorded)
+    curves = reading.read_curves(recorded)
     with Page(browser) as page:
         page.open(recorded / "report.html")
         page.run("document.querySelector('figure input').focus()")
@@ -589,14 +591,14 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
             score["tiles"] = score["tiles"][:3]
 
     change(other / "result.json", shorten)
-    pairs = evaluation.pairs_between({name: run.held_out for name, run in runs.read_runs([folder, other]).items()})
+    pairs = evaluation.pairs_between({name: run.held_out for name, run in reading.read_runs([folder, other]).items()})
     assert {(pair.stage, pair.boards) for pair in pairs} == {("4x4", 3), ("3x3", 1)}
 
 
 def test_runs_of_one_name_are_told_apart(folder: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moved = other.rename(tmp_path / "elsewhere" / "copy")
-    assert list(runs.read_runs([folder, moved])) == [str(folder), str(moved)]
+    assert list(reading.read_runs([folder, moved])) == [str(folder), str(moved)]
 
 
 def truncate(name: str) -> Callable[[Path], object]:

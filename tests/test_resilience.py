@@ -33,8 +33,10 @@ from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
-from toolkit import programs, tiny, watch
-from toolkit.runs import UNFINISHED, finish_checkpoint, newest_checkpoint
+from toolkit.games import programs
+from toolkit.model import tiny
+from toolkit.run import watch
+from toolkit.run.checkpoints import UNFINISHED, finish_checkpoint, newest_checkpoint
 
 
 def command(out: Path, **changes: object) -> list[str]:
@@ -482,7 +484,7 @@ def train_short_of_memory(out: str, where: str, status: str) -> None:
     import torch
     from accelerate import Accelerator
 
-    from toolkit.sampler import Recorder
+    from toolkit.run.sampler import Recorder
 
     updates = count(1)
     places: dict[str, tuple[Any, str, Callable[..., bool]]] = {

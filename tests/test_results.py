@@ -15,7 +15,9 @@ import gpt_2048_rl as program
 from tests.conftest import Run
 from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
-from toolkit import UsageError, programs, results
+from toolkit import UsageError
+from toolkit.games import programs
+from toolkit.run import results
 
 KEYS = program.LAYOUTS["bepo"]
 GOOD = "def strategy(board):\n    return 'a'"

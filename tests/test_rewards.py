@@ -9,7 +9,7 @@ import pytest
 
 import gpt_2048_rl as program
 from gpt_2048_rl import REWARDS, GameResult, function_works, game_reward, no_cheating, strategy_succeeds
-from toolkit.runs import OUTCOMES
+from toolkit.run.steps import OUTCOMES
 
 
 def fenced(source: str) -> str:

@@ -22,7 +22,10 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import ORDINARY, run_python
 from tests.record_run import RECORDED, write_curves
-from toolkit import UsageError, evaluation, results, runs
+from toolkit import UsageError
+from toolkit.base import files
+from toolkit.games import evaluation
+from toolkit.run import checkpoints, reading, results, runs, steps
 
 
 @dataclass
@@ -40,15 +43,15 @@ class Config:
 
 def checkpoint(run: Path, step: int, best: bool = False, keep: int = 9) -> Path:
     """A finished checkpoint of one small file."""
-    written = run / runs.UNFINISHED / f"checkpoint-{step}"
+    written = run / checkpoints.UNFINISHED / f"checkpoint-{step}"
     written.mkdir(parents=True)
     (written / "weights").write_text(f"of step {step}")
-    runs.finish_checkpoint(written, run, keep, best)
+    checkpoints.finish_checkpoint(written, run, keep, best)
     return run / written.name
 
 
-def steps(run: Path) -> list[int]:
-    return [int(path.name.removeprefix("checkpoint-")) for path in runs.checkpoints(run)]
+def steps_in(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in checkpoints.checkpoints(run)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,9 +59,9 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    runs.write_whole(tmp_path / "file", "old")
+    files.write_whole(tmp_path / "file", "old")
     with pytest.raises(UnicodeEncodeError):
-        runs.write_whole(tmp_path / "file", "new\ud800")
+        files.write_whole(tmp_path / "file", "new\ud800")
     assert (tmp_path / "file").read_text() == "old"
 
 
@@ -71,10 +74,10 @@ def precious(tmp_path: Path) -> Path:
 
 
 def test_a_write_replaces_a_link_and_what_it_points_to_stays(tmp_path: Path, precious: Path) -> None:
-    """`python -m toolkit.report RUN` overwrote any file that someone else's folder had a link to."""
+    """`python -m toolkit.run.report RUN` overwrote any file that someone else's folder had a link to."""
     for link in ("report.html", ".report.html.unfinished"):
         (tmp_path / link).symlink_to(precious)
-    runs.write_whole(tmp_path / "report.html", "page")
+    files.write_whole(tmp_path / "report.html", "page")
     assert precious.read_text() == "mine"
     assert (tmp_path / "report.html").read_text() == "page"
     assert not (tmp_path / "report.html").is_symlink()
@@ -115,7 +118,9 @@ def test_training_refuses_a_folder_with_a_pipe(tmp_path: Path) -> None:
 
 HIDDEN_LINK = f"""
 import os, pathlib, tempfile
-from toolkit import UsageError, runs
+from toolkit import UsageError
+from toolkit.run import runs, steps, reading, checkpoints
+from toolkit.base import files
 if os.geteuid() == 0:  # root may list any folder
     {ORDINARY}
 run = pathlib.Path(tempfile.mkdtemp(), "run")
@@ -123,7 +128,7 @@ run = pathlib.Path(tempfile.mkdtemp(), "run")
 (run / "adapter" / "chat_template.jinja").symlink_to("/etc/hostname")
 os.chmod(run / "adapter", 0o300)
 try:
-    runs.check_links(run)
+    files.check_links(run)
 except UsageError as error:
     print(error)
 os.chmod(run / "adapter", 0o700)
@@ -139,7 +144,7 @@ def test_a_folder_that_cannot_be_listed_hides_no_link() -> None:
 def test_a_page_waits_for_no_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.out.tfevents.1.pipe")
     with pytest.raises(UsageError, match="is no file: remove it"):
-        runs.read_curves(tmp_path)
+        reading.read_curves(tmp_path)
 
 
 def test_the_links_of_this_program_are_no_hindrance(tmp_path: Path) -> None:
@@ -170,30 +175,30 @@ def test_the_name_of_an_old_result_stays_in_the_folder(tmp_path: Path) -> None:
 
 def test_json_is_read_or_its_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    assert runs.read_json(file) == {}
+    assert files.read_json(file) == {}
     file.write_text('{"a": 1}')
-    assert runs.read_json(file) == {"a": 1}
+    assert files.read_json(file) == {"a": 1}
     for damaged in ("", '{"a": ', "[1]", "null", "\udcff", "[" * 200_000):
         file.write_bytes(damaged.encode("utf-8", "surrogateescape"))
         with pytest.raises(UsageError, match=r"file\.json is damaged"):
-            runs.read_json(file)
+            files.read_json(file)
 
 
 def test_the_newest_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 9, 10, 11):
         checkpoint(tmp_path, step, best=step == 2, keep=2)
-    assert steps(tmp_path) == [11, 10, 2]
+    assert steps_in(tmp_path) == [11, 10, 2]
     assert (tmp_path / "best").resolve().name == "checkpoint-2"
     checkpoint(tmp_path, 12, best=True, keep=2)
     checkpoint(tmp_path, 13, keep=2)
-    assert steps(tmp_path) == [13, 12]
+    assert steps_in(tmp_path) == [13, 12]
 
 
 def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     for name in ("checkpoint-last", "checkpoint-", "checkpoint-4-old"):
         (tmp_path / name).mkdir()
-    assert steps(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("damage", ["changed", "shortened", "missing", "added", "no digests", "bad digests"])
@@ -209,19 +214,19 @@ def test_a_damaged_checkpoint_is_skipped(damage: str, tmp_path: Path) -> None:
         case "added":
             (damaged / "more").touch()
         case "no digests":
-            (damaged / runs.DIGESTS).unlink()
+            (damaged / checkpoints.DIGESTS).unlink()
         case _:
-            (damaged / runs.DIGESTS).write_text("{")
+            (damaged / checkpoints.DIGESTS).write_text("{")
     said: list[str] = []
-    assert runs.newest_checkpoint(tmp_path, said.append) == whole
+    assert checkpoints.newest_checkpoint(tmp_path, said.append) == whole
     assert said == [f"{damaged} is damaged: skipping it"]
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_done_again(tmp_path: Path) -> None:
     (checkpoint(tmp_path, 1) / "weights").unlink()
-    assert runs.newest_checkpoint(tmp_path, lambda _: None) is None
+    assert checkpoints.newest_checkpoint(tmp_path, lambda _: None) is None
     again = checkpoint(tmp_path, 1)
-    assert runs.newest_checkpoint(tmp_path, pytest.fail) == again
+    assert checkpoints.newest_checkpoint(tmp_path, pytest.fail) == again
 
 
 class WritesCheckpoints:
@@ -246,7 +251,7 @@ class WritesCheckpoints:
 def trainer_in(run: Path) -> Any:
     """A class of trainers whose checkpoints of even steps are the best."""
 
-    class Trainer(runs.AtomicCheckpoints, WritesCheckpoints):
+    class Trainer(checkpoints.AtomicCheckpoints, WritesCheckpoints):
         run_folder, keep_checkpoints = run, 1
 
         def is_best(self) -> bool:
@@ -260,30 +265,31 @@ def test_a_run_without_a_checkpoint_forgets_its_steps(tmp_path: Path) -> None:
     kept = ["before.json", "config.json"]
     for name in (*kept, "rollouts.jsonl", "events.out.tfevents.1"):
         (tmp_path / name).touch()
-    assert runs.forget_steps(tmp_path)
+    assert checkpoints.forget_steps(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
-    assert not runs.forget_steps(tmp_path)
+    assert not checkpoints.forget_steps(tmp_path)
 
 
 def test_a_checkpoint_appears_when_it_is_complete(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path)
     trainer(1)._save_checkpoint(None, None)
-    assert runs.newest_checkpoint(tmp_path, pytest.fail) == tmp_path / "checkpoint-1"
+    assert checkpoints.newest_checkpoint(tmp_path, pytest.fail) == tmp_path / "checkpoint-1"
     with pytest.raises(OSError, match="No space left"):
         trainer(2, fails=True)._save_checkpoint(None, None)
-    assert steps(tmp_path) == [1]
+    assert steps_in(tmp_path) == [1]
     assert not (tmp_path / "best").exists()
     trainer(2)._save_checkpoint(None, None)
     trainer(3)._save_checkpoint(None, None)
-    assert steps(tmp_path) == [3, 2]
+    assert steps_in(tmp_path) == [3, 2]
     assert (tmp_path / "best").resolve().name == "checkpoint-2"
-    assert {path.name for path in (tmp_path / "checkpoint-3").iterdir()} == {"weights", "optimizer", runs.DIGESTS}
-    assert list((tmp_path / runs.UNFINISHED).iterdir()) == []
+    written = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert written == {"weights", "optimizer", checkpoints.DIGESTS}
+    assert list((tmp_path / checkpoints.UNFINISHED).iterdir()) == []
 
 
 def test_only_the_first_rank_moves_a_checkpoint(tmp_path: Path) -> None:
     trainer_in(tmp_path)(1, rank=1)._save_checkpoint(None, None)
-    assert [path.name for path in tmp_path.iterdir()] == [runs.UNFINISHED]
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoints.UNFINISHED]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,7 +401,7 @@ def test_the_command_that_goes_on_with_a_run_has_its_permissions(tmp_path: Path)
 
 def test_eval_and_play_take_the_game_alone_from_a_folder(tmp_path: Path) -> None:
     stored = {"held_out": ["4:64"], "keys": "wasd", "served_name": "x", "api_key_file": "x", "model": "x", **STRANGE}
-    (tmp_path / runs.TRAINING).write_text(json.dumps(stored))
+    (tmp_path / checkpoints.TRAINING).write_text(json.dumps(stored))
     for kind in (program.EvalConfig, program.PlayConfig):
         names = {field.name for field in dataclasses.fields(kind)}
         taken = {word for word in runs.options_of(tmp_path, names) if word.startswith("--")}
@@ -415,7 +421,7 @@ def test_a_run_that_was_once_without_the_jail_says_so_for_ever(tmp_path: Path) -
     unsafe = program.TrainConfig(model="tiny", output_dir=tmp_path, run_name="strange", unsafe_no_jail=True)
     for config in (unsafe, program.TrainConfig(model="tiny", output_dir=tmp_path, run_name="strange")):
         run = runs.open_run(config)
-        assert runs.read_json(run / "config.json")["unsafe_no_jail"] is True
+        assert files.read_json(run / "config.json")["unsafe_no_jail"] is True
 
 
 def test_the_newest_run_lies_where_it_was_looked_for(tmp_path: Path) -> None:
@@ -544,7 +550,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def test_a_curve_without_numbers_is_left_out(tmp_path: Path) -> None:
     """If the loss is not a number, the page still has the other curves."""
     write_curves(tmp_path / "events.out.tfevents.0", {"reward": {1: 1.0, 2: math.nan, 3: 3.0}})
-    assert runs.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
+    assert reading.read_curves(tmp_path) == {"reward": {1: 1.0, 3: 3.0}}
 
 
 def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
@@ -552,10 +558,10 @@ def test_rollouts_are_cut_off_at_a_checkpoint(tmp_path: Path) -> None:
     file = Path(shutil.copy(RECORDED / "rollouts.jsonl", tmp_path))
     whole = file.read_text()
     file.write_text(whole[:-100])  # the kill cut the sixth line off
-    assert [row["step"] for row in runs.rewind(file, 4)] == [1, 2, 3, 4]
+    assert [row["step"] for row in steps.rewind(file, 4)] == [1, 2, 3, 4]
     assert file.read_text() == "".join(whole.splitlines(keepends=True)[:4])
     with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
-        runs.rewind(file, 5)
+        steps.rewind(file, 5)
 
 
 def test_a_damaged_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -586,11 +592,11 @@ def test_programs_of_the_last_stage_are_raced_first(tmp_path: Path) -> None:
             done = {"source": source, "reward": reward, "works": works, "cheating": cheating}
             step_of_one = {"step": step, "size": size, "target": 128, "completions": [done | {"results": []}]}
             log.write(json.dumps(step_of_one) + "\n")
-    assert runs.programs_to_race(file) == ["twice", "once", "both", "early"]
+    assert steps.programs_to_race(file) == ["twice", "once", "both", "early"]
 
 
 def test_a_score_is_written_and_read_with_the_same_fields() -> None:
-    run = runs.read_run(RECORDED)
+    run = reading.read_run(RECORDED)
     entry, played = run.result["scores"]["4x4"], run.held_out["4x4"]
     after = played.scores[evaluation.AFTER]
     assert vars(after) == entry["after"] | {"tiles": after.tiles}

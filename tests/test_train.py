@@ -16,9 +16,12 @@ import gpt_2048_rl as program
 from tests.conftest import GENERATIONS, SIZE, STEPS, TARGET, Run, flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit import programs, results, stage_name
-from toolkit.evaluation import board_name
-from toolkit.runs import OUTCOMES, read_curves
+from toolkit import stage_name
+from toolkit.games import programs
+from toolkit.games.evaluation import board_name
+from toolkit.run import results
+from toolkit.run.reading import read_curves
+from toolkit.run.steps import OUTCOMES
 
 
 def check_the_channel(base: str) -> None:

@@ -19,8 +19,9 @@ import gpt_2048_rl as program
 from tests.conftest import flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit import tiny, watch, watcher
-from toolkit.runs import OUTCOMES
+from toolkit.model import tiny
+from toolkit.run import watch, watcher
+from toolkit.run.steps import OUTCOMES
 
 HEALTHY = watcher.StepSummary(
     size=6, target=2048, random_won=1.0, won=0.4, works=0.9, cheating=0.0, distinct=0.9, commonest=0.1, identical=False,

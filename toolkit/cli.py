@@ -21,9 +21,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from toolkit import VLLM, UsageError, bars, objectives, trackers
-from toolkit.ranks import RANK, RANKS, SHARDED
-from toolkit.runs import PERMISSIONS
+from toolkit import VLLM, UsageError
+from toolkit.base import bars
+from toolkit.base.ranks import RANK, RANKS, SHARDED
+from toolkit.run import objectives, trackers
+from toolkit.run.runs import PERMISSIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,7 +174,8 @@ def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
 
 def check_sampler(config: Any) -> None:
     """Raise UsageError if vLLM cannot sample for a run.  A server that is named has to answer."""
-    from toolkit import machine, server
+    from toolkit.model import machine
+    from toolkit.run import server
 
     if config.sampler != "vllm":
         raise UsageError("--vllm-server needs --sampler vllm")
@@ -188,7 +191,8 @@ def check_sampler(config: Any) -> None:
 
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
     """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
-    from toolkit import machine, runs
+    from toolkit.model import machine
+    from toolkit.run import runs
 
     given = chosen(argv, {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "",
                           "output_dir": "outputs"}, "resume")  # fmt: skip
@@ -221,7 +225,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
 
 def program_file(name: str) -> Path:
     """The file of a program.  A run's folder stands for its best program."""
-    from toolkit import runs
+    from toolkit.run import runs
 
     path = Path(name)
     if not path.is_dir():
@@ -234,7 +238,8 @@ def program_file(name: str) -> Path:
 def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any],
                   check: Callable[[Any], None]) -> Any:  # fmt: skip
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
-    from toolkit import machine, runs
+    from toolkit.model import machine
+    from toolkit.run import runs
 
     fields = {field.name for field in dataclasses.fields(config)}
     if config.reasoning != "none":

@@ -125,7 +125,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("toolkit.runs.flush", full)
+    monkeypatch.setattr("toolkit.base.files.flush", full)
     with pytest.raises(UsageError, match="No space left on device"):
         write(path, "new")
     assert path.read_bytes() == b"old"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError, cache_folder
-from toolkit.cached_models import is_whole, made_once
+from toolkit.base.cached_models import is_whole, made_once
 
 if TYPE_CHECKING:
     import torch

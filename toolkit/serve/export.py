@@ -1,8 +1,8 @@
 """Exports: the adapter or the whole model as folders that other programs load, compared with the trained model.
 
 An export reads and writes files with transformers and PEFT, and never imports unsloth, whose own MXFP4 export installs
-packages.  The MXFP4 rounding is written here, because transformers can only read the format unless it downloads
-kernels.  llamacpp.py writes GGUF, verify.py compares.
+packages.  The MXFP4 rounding is ours (model/adapters.py), because transformers can only read the format unless it
+downloads kernels.  llamacpp.py writes GGUF, verify.py compares.
 
 Shapes: E experts of a layer, `in` and `out` the sides of a matrix, r the rank of an adapter.
 """
@@ -16,15 +16,17 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit import UsageError, llamacpp, smollm2, tiny, verify
-from toolkit.evaluation import read_scores
-from toolkit.machine import (
+from toolkit import UsageError
+from toolkit.base.files import check_links, read_json
+from toolkit.model import smollm2, tiny
+from toolkit.model.adapters import dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
+from toolkit.model.machine import (
     OWN_CODE_ALONE,
     adapter_base,
     available_memory,
@@ -37,7 +39,9 @@ from toolkit.machine import (
     load_plain,
     parameter_shapes,
 )
-from toolkit.runs import TRAINING, check_links, checkpoints, keep_config, read_json
+from toolkit.run.card import FORMATS, model_card
+from toolkit.run.checkpoints import TRAINING, checkpoints, keep_config
+from toolkit.serve import llamacpp, verify
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +65,6 @@ class ExportConfig:
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# MXFP4: groups of 32 weights with a common power of two, each weight rounded to four bits
-
 MXFP4_CONFIG = {  # the quantization_config of a model with such weights
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -74,101 +75,6 @@ MXFP4_CONFIG = {  # the quantization_config of a model with such weights
     ],
 }
 EXPERT_WEIGHTS = re.compile(r"\.experts\.\w+_proj$")  # the parameters that gpt-oss stores in MXFP4
-FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the format E2M1; the fourth bit of a code is the sign
-
-
-def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a matrix (in, out) to MXFP4; `in` is a multiple of 32.
-
-    Returns blocks (out, in/32, 16) and scales (out, in/32), both uint8.  A block holds 32 codes, two in a byte, the
-    first in the low half.  A scale is the exponent of its group's power of two, plus 127.
-
-    Two exponents fit the largest weight of a group.  The one with the smaller squared error is taken, so weights that
-    were MXFP4 before come back exactly.  Format: OCP Microscaling Formats 1.0, sections 5 and 6.
-    """
-    import torch
-
-    groups = weight.float().T.contiguous().unflatten(1, (-1, 32))  # (out, in/32, 32)
-    magnitudes = torch.tensor(FP4_MAGNITUDES, device=weight.device)
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    largest = groups.abs().amax(-1, keepdim=True)  # (out, in/32, 1)
-    floor = torch.frexp(largest).exponent - 3  # floor(log2(largest)) - 2, because magnitudes end between 4 and 8
-
-    def rounded(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, the exponent within the range of a scale, and each group's squared error."""
-        exponent = exponent.where(largest > 0, 0).clamp(-127, 127)
-        size = torch.ldexp(groups.abs(), -exponent)
-        codes = torch.bucketize(size, middles)  # rounds ties down
-        codes += (codes % 2 == 1) & (size == middles[codes.clamp(max=6)])  # ties go to the even code
-        error = (magnitudes[codes] - size).square().sum(-1, keepdim=True) * torch.exp2(2.0 * exponent)
-        return codes + 8 * (groups < 0), exponent, error
-
-    (low_codes, low, low_error), (high_codes, high, high_error) = rounded(floor), rounded(floor + 1)
-    better = high_error < low_error
-    codes, exponent = high_codes.where(better, low_codes).to(torch.uint8), high.where(better, low)
-    return codes[..., ::2] | codes[..., 1::2] << 4, (exponent + 127).squeeze(-1).to(torch.uint8)
-
-
-def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The matrix (in, out) that blocks and scales of `quantize_mxfp4` stand for, in float32."""
-    import torch
-
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()  # (out, in/32, 32)
-    negative = (-magnitude for magnitude in FP4_MAGNITUDES)
-    values = torch.tensor([*FP4_MAGNITUDES, *negative], device=blocks.device)[codes]
-    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(1).T
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Adapter
-
-
-def fuse_expert_adapters(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert an adapter with one LoRA pair per expert, from 4-bit training, to the layout of the released gpt-oss.
-
-    There the experts of a layer are one parameter (E, in, out).  Its pair is A (E * r, in), with the experts one after
-    the other, and B (out, r * E), in which the expert is the fastest index.  Other adapters come back unchanged.
-    """
-    import torch
-
-    name = re.compile(r"(.*\.experts)\.(gate_up|down)_projs\.(\d+)\.(lora_[AB])\.weight")
-    matches = {key: name.fullmatch(key) for key in weights}
-    fused = {key: weights[key] for key, match in matches.items() if not match}
-    experts: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
-    for key, match in matches.items():
-        if match:
-            experts.setdefault((match[1], match[2], match[4]), {})[int(match[3])] = weights[key]
-    for (module, projection, side), pairs in experts.items():
-        inner = ".base_layer" if projection == "gate_up" else ""  # PEFT wraps a module once per adapted parameter
-        parts = [pairs[expert] for expert in range(len(pairs))]
-        fused[f"{module}{inner}.{side}.weight"] = (
-            torch.cat(parts) if side == "lora_A" else torch.stack(parts, -1).flatten(1)
-        )
-    return fused
-
-
-def full_precision(name: str) -> str:
-    """The model that a 4-bit model was made from, by Unsloth's way of naming them."""
-    return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
-
-
-def write_adapter(source: Path, base: str, folder: Path) -> None:
-    """Write an adapter so that PEFT and vLLM load it on the released model `base`."""
-    from safetensors.torch import load_file, save_file
-
-    config = read_json(source / "adapter_config.json")
-    weights = load_file(source / "adapter_model.safetensors")
-    fused = fuse_expert_adapters(weights)
-    if fused.keys() != weights.keys():
-        config["target_modules"] = sorted({key.split(".")[-3] for key in fused if ".experts." not in key})
-        config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    # Unsloth's notes describe the layout of the source.  With its auto_mapping but without these notes, unsloth would
-    # take the weights for its layout of before September 2026 and repack them.
-    for note in ("lora_B_layout", "unsloth_fused_expert_lora"):
-        config.pop(note, None)
-    config |= {"base_model_name_or_path": base, "auto_mapping": None}
-    save_file(fused, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,97 +225,6 @@ def write_merged(
     model.generation_config.update(do_sample=True, temperature=asked.get("temperature", 1.0), top_k=0, top_p=1.0)
     # With save_original_format, transformers leaves out the experts of a gpt-oss that was unpacked.
     model.save_pretrained(folder, state_dict=weights, save_original_format=model.config.model_type != "gpt_oss")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Model card
-
-MODEL_CARD = """\
----
-library_name: {library}
-pipeline_tag: text-generation
-tags: [grpo, "2048"]{base}
----
-
-# {name} playing 2048
-
-{kind}, trained with GRPO. It answers a prompt with a Python function that plays the game 2048. Run its code only where
-it can do no harm, for example in the jail of gpt_2048_rl.py.
-{results}{verified}
-{use}{config}"""
-LOAD = """\
-```python
-from {library} import {loader}
-from transformers import AutoTokenizer
-
-model = {loader}.from_pretrained(FOLDER, dtype="auto", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-```
-
-`python gpt_2048_rl.py eval FOLDER` shows it at work.
-"""
-LLAMACPP = """\
-```
-llama-server -m model.gguf --jinja
-ollama create player -f Modelfile && ollama run player
-```
-"""
-LLAMACPP_ADAPTER = """\
-```
-llama-server -m gpt-oss-20b-mxfp4.gguf --lora adapter.gguf --jinja --chat-template-file chat_template.jinja
-```
-"""
-
-
-@dataclass(frozen=True)
-class Format:
-    """What there is to say about a format."""
-
-    kind: str
-    library: str
-    use: str  # how to load it, in Markdown
-    exact: bool = False  # loses nothing, so verification requires it
-    instead: str = ""  # what keeps what it loses
-
-
-PEFT = LOAD.format(library="peft", loader="AutoPeftModelForCausalLM")
-TRANSFORMERS = LOAD.format(library="transformers", loader="AutoModelForCausalLM")
-FORMATS = {
-    "lora": Format("A LoRA adapter", "peft", PEFT, exact=True),
-    "merged_16bit": Format("The whole model in bfloat16", "transformers", TRANSFORMERS, exact=True),
-    "mxfp4": Format("The whole model with its experts in MXFP4", "transformers", TRANSFORMERS,
-                    instead="--format merged_16bit"),
-    "gguf": Format("The whole model for llama.cpp and Ollama", "gguf", LLAMACPP,
-                   instead="--experts q8_0 or --format gguf_lora"),
-    "gguf_lora": Format("A LoRA adapter for llama.cpp", "gguf", LLAMACPP_ADAPTER, instead="--format lora"),
-}  # fmt: skip
-
-
-def results_table(result: Mapping[str, Any]) -> str:
-    """The results of a run in Markdown, a table for each stage."""
-    text = ""
-    for stage, played in read_scores(result).items():
-        text += (f"\n| held-out boards, {stage} | made {played.target} | 95% interval | median tile | games |\n"
-                 "|---|---|---|---|---|\n")  # fmt: skip
-        for name, score in played.scores.items():
-            text += (f"| {name} | {score.won:.0%} | {score.won_low:.0%} to {score.won_high:.0%} "
-                     f"| {score.largest_tile_median:.0f} | {score.games} |\n")  # fmt: skip
-    return text
-
-
-def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
-    """README.md of an export: what it is, the run's results, how to load it, and the run's config with its seed."""
-    config, result = read_json(run / "config.json"), read_json(run / "result.json")
-    config.pop("output_dir", None)  # a path on this machine
-    settings, this = json.dumps(config, indent=2), FORMATS[format]
-    return MODEL_CARD.format(
-        library=this.library, kind=this.kind, use=this.use, results=results_table(result),
-        verified=(f"\nCompared with the model as trained, on held-out prompts. {verified}.\n" if verified else
-                  "\nIt was not compared with the model as trained.\n"),
-        base="" if Path(base).is_dir() else f"\nbase_model: {base}",
-        name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
-        config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

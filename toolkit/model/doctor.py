@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit import UsageError
-from toolkit.machine import (
+from toolkit.base.files import read_json, write_whole
+from toolkit.model.machine import (
     ROOM_FOR_16_BITS,
     Machine,
     check_model,
@@ -30,7 +31,6 @@ from toolkit.machine import (
     stays_as_stored,
     too_little_memory,
 )
-from toolkit.runs import read_json, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console

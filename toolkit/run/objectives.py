@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from toolkit import UsageError
-from toolkit.ranks import RANK
+from toolkit.base.ranks import RANK
 
 LN_2 = math.log(2)  # TTT-Discover's bound, in nats
 

@@ -18,9 +18,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import UsageError, evaluation, stage_name
-from toolkit.bars import in_parts
-from toolkit.ranks import RANK
+from toolkit import UsageError, stage_name
+from toolkit.base.bars import in_parts
+from toolkit.base.ranks import RANK
+from toolkit.games import evaluation
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources

@@ -26,11 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import VLLM, UsageError, tiny, visible
-from toolkit.export import full_precision, write_adapter
-from toolkit.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
-from toolkit.ranks import by_first_rank, whole_weights
-from toolkit.runs import no_link
+from toolkit import VLLM, UsageError, visible
+from toolkit.base.files import no_link
+from toolkit.base.ranks import by_first_rank, whole_weights
+from toolkit.model import tiny
+from toolkit.model.adapters import full_precision, write_adapter
+from toolkit.model.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
 
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import OutOfMemory, evaluation, report, runs, watch
-from toolkit.export import model_card
-from toolkit.machine import adapter_base
-from toolkit.programs import (
+from toolkit import OutOfMemory
+from toolkit.base import files
+from toolkit.base.ranks import RANK, RANKS, by_first_rank
+from toolkit.games import evaluation
+from toolkit.games.programs import (
     BackgroundGames,
     Evaluator,
     GameResult,
@@ -25,7 +26,9 @@ from toolkit.programs import (
     race,
     sampled_programs,
 )
-from toolkit.ranks import RANK, RANKS, by_first_rank
+from toolkit.model.machine import adapter_base
+from toolkit.run import checkpoints, report, runs, steps, watch
+from toolkit.run.card import model_card
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +52,7 @@ def stage_result(
 
 def choose_best(evaluator: Evaluator, run: Path, games: int, first: Sequence[str] = ()) -> Race:
     """Find a run's best program and leave it in its folder.  Candidates: the `first` ones, then those of training."""
-    found = race(evaluator, [*first, *runs.programs_to_race(run / "rollouts.jsonl")], games)
+    found = race(evaluator, [*first, *steps.programs_to_race(run / "rollouts.jsonl")], games)
     for source in found.ranking[:1]:
         runs.write_program(run / runs.BEST_PROGRAM, source, evaluator.config)
         (run / "best_game.json").unlink(missing_ok=True)  # of an earlier result
@@ -59,7 +62,7 @@ def choose_best(evaluator: Evaluator, run: Path, games: int, first: Sequence[str
 def keep_game(evaluator: Evaluator, run: Path, step: int, source: str, games: Sequence[GameResult]) -> None:
     """Leave the best of the best program's games on held-out boards in a run's folder and among its curves."""
     game = best_game(evaluator, games)
-    runs.write_whole(run / "best_game.json", json.dumps(game) + "\n")
+    files.write_whole(run / "best_game.json", json.dumps(game) + "\n")
     if "tensorboard" in evaluator.config.report_to:
         watch.show_best(run, step, source, game)
 
@@ -74,7 +77,7 @@ def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
 def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
     """Leave the best of the untrained model's programs in a run's folder."""
     runs.write_program(run / f"{BEST_OF_N}.py", found.ranking[0], evaluator.config)
-    runs.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
+    files.write_whole(run / f"{BEST_OF_N}.json", json.dumps(found.ranking[:100], indent=1) + "\n")
 
 
 def score_untrained(
@@ -83,13 +86,13 @@ def score_untrained(
     """The scores by stage of the model without its adapter.  They are measured once in a run, after training, because
     the first step should not wait for them."""
     file = run / "before.json"
-    if found := by_first_rank(partial(runs.read_json, file)):
+    if found := by_first_rank(partial(files.read_json, file)):
         return {stage: evaluation.read_score(row) for stage, row in found.items()}
     say(f"playing {games.boards} held-out boards with the untrained model")
     with model.disable_adapter():
         scores = evaluate_model(games.evaluators, model, tokenizer)
     if RANK == 0:
-        runs.write_whole(file, json.dumps({stage: asdict(score) for stage, score in scores.items()}) + "\n")
+        files.write_whole(file, json.dumps({stage: asdict(score) for stage, score in scores.items()}) + "\n")
     return scores
 
 
@@ -124,14 +127,14 @@ def write_result(
         **progress.result(),
         "run": str(run),
         "ranks": RANKS,
-        "jailed": not runs.read_json(run / "config.json").get("unsafe_no_jail"),  # in all sessions of the run
+        "jailed": not files.read_json(run / "config.json").get("unsafe_no_jail"),  # in all sessions of the run
         "seconds": round(time.monotonic() - started, 1),
     }
     lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
-    runs.write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")  # one line per entry
+    files.write_whole(run / "result.json", "{\n" + ",\n".join(lines) + "\n}\n")  # one line per entry
     card = model_card(str(adapter_base(str(run / "adapter"))), "lora", run)
     for folder in (run, run / "adapter"):  # instead of the libraries' own
-        runs.write_whole(folder / "README.md", card)
+        files.write_whole(folder / "README.md", card)
     say(report.try_report(run))
     return result, source
 
@@ -164,7 +167,7 @@ def conclude(
     evaluator, run = progress.evaluator, progress.run
     config = evaluator.config
     say: Callable[[Any], None] = (lambda _: None) if config.quiet else partial(console.print, soft_wrap=True)
-    by_first_rank(partial(runs.keep_config, run, run / "adapter"))
+    by_first_rank(partial(checkpoints.keep_config, run, run / "adapter"))
     if progress.interrupted:
         say("choosing the best program so far (Ctrl-C skips this)")
         by_first_rank(partial(keep_quick_best, evaluator, run, progress.steps))

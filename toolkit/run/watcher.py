@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit import runs, stage_name
+from toolkit import stage_name
+from toolkit.run import steps
 
 
 class WatchedConfig(Protocol):
@@ -94,7 +95,7 @@ class StepSummary:
             largest_tile=statistics.median_low(game["max_tile"] for game in games),
             level=statistics.fmean(exponents(games)),
             tiles={tile: count / len(games) for tile, count in sorted(tiles.items())},
-            outcomes={outcome: outcomes[outcome] / len(games) for outcome in runs.OUTCOMES},
+            outcomes={outcome: outcomes[outcome] / len(games) for outcome in steps.OUTCOMES},
             jailed=statistics.fmean(ended_by_the_jail(game) for game in games),
             usual=frozenset(line for line, count in lines.items() if 2 * count > len(sources)),
         )

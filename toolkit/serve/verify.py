@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
-from toolkit.machine import load_plain
-from toolkit.tiny import Task
+from toolkit.model.machine import load_plain
+from toolkit.model.tiny import Task
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toolkit import UsageError, machine, visible
-from toolkit.server import Server
+from toolkit import UsageError, visible
+from toolkit.model import machine
+from toolkit.run.server import Server
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.programs import AFTER, moves_source
+from toolkit.games.programs import AFTER, moves_source
 
 WORTH = """
 @cache

@@ -4,7 +4,7 @@ A page is one file and needs no network.  Much of its text was written by a mode
 plain data, and only report_template.html makes HTML: jinja2 escapes every value.  The page's content security policy
 allows only the template's style and script, by their hashes.
 
-    python -m toolkit.report outputs/RUN ...        write outputs/RUN/report.html again, also of a run that was killed
+    python -m toolkit.run.report outputs/RUN ...    write outputs/RUN/report.html again, also of a run that was killed
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError, visible
-from toolkit.evaluation import (
+from toolkit.base.files import naming, write_whole
+from toolkit.games.evaluation import (
     AFTER,
     BEST,
     BEST_OF_N,
@@ -36,7 +37,8 @@ from toolkit.evaluation import (
     pairs_within,
     without_skill,
 )
-from toolkit.runs import OUTCOMES, Attempt, Run, naming, read_run, read_runs, write_whole
+from toolkit.run.reading import Run, read_run, read_runs
+from toolkit.run.steps import OUTCOMES, Attempt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -478,7 +480,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if not argv:
-        print("error: name the folder of at least one run: python -m toolkit.report outputs/RUN", file=sys.stderr)
+        print("error: name the folder of at least one run: python -m toolkit.run.report outputs/RUN", file=sys.stderr)
         return 2
     try:
         for folder in argv:

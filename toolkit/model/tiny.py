@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import cache_folder, compose
-from toolkit.cached_models import made_once
+from toolkit import cache_folder
+from toolkit.base.cached_models import made_once
+from toolkit.model import compose
 
 if TYPE_CHECKING:
     import torch

@@ -191,7 +191,7 @@ def write_model(file: Path, weights: Mapping[str, torch.Tensor], config: Any, to
 
 
 def adapter_tensors(weights: Mapping[str, torch.Tensor], rank: int, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of an adapter in the released layout (export.fuse_expert_adapters) by their names in GGUF."""
+    """The pairs of an adapter in the released layout (adapters.fuse_expert_adapters) by their names in GGUF."""
     for key, tensor in weights.items():
         module, side = re.fullmatch(r"base_model\.model\.(.*)\.lora_([AB])\.weight", key).groups()  # type: ignore[union-attr]
         if module.endswith(".experts.base_layer"):  # PEFT wraps a module once per adapted parameter, this one first

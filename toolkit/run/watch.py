@@ -13,11 +13,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit import evaluation, runs, trackers, visible
-from toolkit.programs import BackgroundGames, Game, finished_game, random_moves_win
-from toolkit.ranks import RANK, by_first_rank, gathered
-from toolkit.sampler import Recorder, sampled_curves
-from toolkit.watcher import StepSummary, WatchedConfig, Watcher, exponents
+from toolkit import visible
+from toolkit.base import files
+from toolkit.base.ranks import RANK, by_first_rank, gathered
+from toolkit.games import evaluation
+from toolkit.games.programs import BackgroundGames, Game, finished_game, random_moves_win
+from toolkit.run import checkpoints, runs, steps, trackers
+from toolkit.run.sampler import Recorder, sampled_curves
+from toolkit.run.watcher import StepSummary, WatchedConfig, Watcher, exponents
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -332,12 +335,12 @@ class Progress:
         from transformers import PrinterCallback
         from transformers.integrations import TensorBoardCallback
 
-        checkpoint = by_first_rank(partial(runs.newest_checkpoint, self.run, self._view.say))
-        step = runs.step_of(checkpoint) if checkpoint else 0
+        checkpoint = by_first_rank(partial(checkpoints.newest_checkpoint, self.run, self._view.say))
+        step = checkpoints.step_of(checkpoint) if checkpoint else 0
         if checkpoint:
             self._resume(checkpoint, step)
             self._view.say(f"resuming after step {step}; the learning rate is that of {self._config.steps} steps")
-        elif by_first_rank(partial(runs.forget_steps, self.run)):
+        elif by_first_rank(partial(checkpoints.forget_steps, self.run)):
             self._view.say("no checkpoint is left to resume from: training starts again at step 1")
         options: Any = self._config
         self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
@@ -347,7 +350,7 @@ class Progress:
             self._writer = SummaryWriter(self.run, purge_step=step + 1)
             self._trainer.add_callback(TensorBoardCallback(self._writer))
         if options.sampler == "vllm":
-            from toolkit.server import sample_with_vllm
+            from toolkit.run.server import sample_with_vllm
 
             self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
             sample_with_vllm(self._trainer, options, self.run)
@@ -379,9 +382,9 @@ class Progress:
 
     def _resume(self, checkpoint: Path, step: int) -> None:
         """Take note of all steps before a checkpoint.  Later ones are forgotten."""
-        rows = by_first_rank(partial(runs.rewind, self.run / "rollouts.jsonl", step))
-        history = runs.read_json(checkpoint / "trainer_state.json")["log_history"]
-        with runs.naming(self.run / "rollouts.jsonl"):
+        rows = by_first_rank(partial(steps.rewind, self.run / "rollouts.jsonl", step))
+        history = files.read_json(checkpoint / "trainer_state.json")["log_history"]
+        with files.naming(self.run / "rollouts.jsonl"):
             for row, logs in zip(rows, (logs for logs in history if "loss" in logs), strict=True):
                 self._rollouts.add(row)
                 step_summary = StepSummary.of(row, self._rollouts.flat, logs["games/random_won"])

@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit import OutOfMemory, UsageError, cache_folder, smollm2
-from toolkit.cpu_speed import speed_up
-from toolkit.ranks import RANKS, SHARDED, by_first_rank
-from toolkit.runs import read_json
-from toolkit.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
+from toolkit import OutOfMemory, UsageError, cache_folder
+from toolkit.base.files import read_json
+from toolkit.base.ranks import RANKS, SHARDED, by_first_rank
+from toolkit.model import smollm2
+from toolkit.model.cpu_speed import speed_up
+from toolkit.model.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""Games for comparison: controls, the race, statistics."""

@@ -1,0 +1,1 @@
+"""Models: what this machine can hold, where they come from, adapters."""

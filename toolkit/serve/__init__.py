@@ -1,0 +1,1 @@
+"""What leaves a run: exports, their verification, asking a served model."""
