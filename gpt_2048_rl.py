@@ -1809,21 +1809,22 @@ def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], confi
     import torch
 
     texts, rows = list[str](), config.eval_batch_size
+    memory = machine.naming_memory("answers were sampled", "fewer --max-new-tokens")
     model.eval()
     bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
-    with torch.random.fork_rng(), torch.no_grad(), bf16:  # training keeps its own random numbers
+    with torch.random.fork_rng(), torch.no_grad(), bf16, memory:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
         for part in bars.in_parts(prompts, "sampling", config.eval_batch_size):
             done = 0
             while done < len(part):
-                try:
-                    texts += sample_batch(model, tokenizer, part[done : done + rows], config)
+                sample = partial(sample_batch, model, tokenizer, part[done : done + rows], config)
+                # With FSDP all ranks have to sample batches of the same size.
+                found = sample() if rows == 1 or SHARDED else machine.unless_out_of_memory(sample)
+                if found is None:
+                    rows = max(1, min(rows, len(part)) // 2)
+                else:
+                    texts += found
                     done += rows
-                except RuntimeError as error:
-                    rows = min(rows, len(part)) // 2
-                    if not rows or not machine.is_out_of_memory(error):
-                        raise
-                    torch.cuda.empty_cache()
     return texts
 
 
@@ -2020,7 +2021,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             with machine.naming_memory(f"{together} completions were generated", fewer):
                 batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
-            self.observe(batch)
+            with machine.naming_memory("the policy was measured", "fewer --max-new-tokens"):
+                self.observe(batch)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []
@@ -2033,6 +2035,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
             norm = super()._get_grad_norm(*args, **kwargs)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with FSDP each rank has its shard's
             self.gradient_norm = float(norm)
             return norm
 
@@ -2098,7 +2101,7 @@ def start_players(config: GameOptions) -> Pool:
 
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
-    """The train command: train, evaluate before and after, save.  Returns what --json prints."""
+    """The train command: train, evaluate with and without the adapter, save.  Returns what --json prints."""
     from toolkit.games import programs
     from toolkit.run import results, runs, trackers
 

@@ -537,7 +537,7 @@ def test_without_a_hub_a_cached_model_is_used(tmp_path: Path, hub: FakeHub, monk
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize("path", [ROOT / "gpt_2048_rl.py", *(ROOT / "toolkit").glob("*.py")], ids=lambda f: f.stem)
+@pytest.mark.parametrize("path", [ROOT / "gpt_2048_rl.py", *(ROOT / "toolkit").rglob("*.py")], ids=lambda f: f.stem)
 def test_no_loader_runs_the_code_of_a_model_folder(path: Path) -> None:
     """Unless a call says no, transformers asks a terminal whether to run it, and one `y` runs it outside the jail."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

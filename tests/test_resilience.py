@@ -516,6 +516,7 @@ def test_an_update_without_memory_names_options_that_need_less(base: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "resuming after step 1" in done.stdout
     assert steps_done(tmp_path / "run") == [1, 2]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["batch_size"] == 2
 
 
 def test_an_evaluation_without_memory_goes_on_with_fewer_rows(base: Path, tmp_path: Path) -> None:

@@ -119,7 +119,6 @@ def test_training_refuses_a_folder_with_a_pipe(tmp_path: Path) -> None:
 HIDDEN_LINK = f"""
 import os, pathlib, tempfile
 from toolkit import UsageError
-from toolkit.run import runs, steps, reading, checkpoints
 from toolkit.base import files
 if os.geteuid() == 0:  # root may list any folder
     {ORDINARY}

@@ -52,6 +52,7 @@ def test_a_healthy_step_is_silent() -> None:
         ({"outcomes": {"timeout": 0.7}}, {}, "--timeout"),
         ({"jailed": 0.7}, {}, "the jail ends most games"),
         ({}, {"sampled/kl": 9.0}, "KL runs away"),
+        ({}, {"sampler/untold": 1.0}, "no log-probabilities"),
     ],
 )
 def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[str, float], named: str) -> None:
@@ -232,3 +233,11 @@ def test_a_difference_that_rounding_may_explain_ends_nothing_at_once() -> None:
     watched = watcher_of()
     watched.look(HEALTHY, large)
     assert watched.ended
+
+
+def test_a_run_that_ended_for_another_model_can_go_on() -> None:
+    """Resuming looks at all its steps again, and the last one of those is not the next one."""
+    watched = watcher_of()
+    watched.look(HEALTHY, {"sampler/gap": 0.6, "sampler/limit": 0.1})
+    watched.look(HEALTHY, {"sampler/gap": 0.001, "sampler/limit": 0.1})
+    assert not watched.ended

@@ -203,7 +203,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     config.model = machine.resolve_model(config.model)
     if run:
         alike = config.batch_size * config.accumulation == default.batch_size * default.accumulation
-        runs.check_unchanged(config, default, CHANGEABLE | ({"batch_size", "accumulation"} if alike else set()))
+        runs.check_unchanged(config, default, CHANGEABLE | set(runs.SPLIT if alike else ()))
         config.output_dir, config.run_name = default.output_dir, default.run_name
         for option in runs.forgotten(run, config) if RANK == 0 else ():
             print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "

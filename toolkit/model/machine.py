@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from toolkit import OutOfMemory, UsageError, cache_folder
 from toolkit.base.files import read_json
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Machine
-
 
 def prepare_environment(offline: bool, rows: int = 32) -> None:
     """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
@@ -157,7 +156,7 @@ def is_embedded(name: str) -> bool:
 
 
 def default_loader(name: str) -> Literal["unsloth", "transformers"]:
-    """Unsloth's kernels are for GPUs.  On a CPU, models that transformers loads share prefixes (prefix.py)."""
+    """Unsloth's kernels are for GPUs.  On a CPU, models that transformers loads are sped up (cpu_speed.py)."""
     return "unsloth" if gpu_is_there() or is_embedded(name) else "transformers"
 
 
@@ -614,11 +613,27 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
             raise UsageError(f"the weights are in {held}, not in MXFP4 as stored: leave out --weights stored")
 
 
+Found = TypeVar("Found")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or on a CPU."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def unless_out_of_memory(call: Callable[[], Found]) -> Found | None:
+    """What a call returns; None where memory ran out, which is free again by then."""
+    import torch
+
+    try:
+        return call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    torch.cuda.empty_cache()
+    return None
 
 
 @contextlib.contextmanager

@@ -150,8 +150,9 @@ def surviving_lack_of_memory(run: Path, config: Any, say: Callable[[Any], None])
     """Where memory runs out, write the page of what there is, and say how to go on."""
     try:
         yield
-    except OutOfMemory as error:
-        say(by_first_rank(partial(report.try_report, run)))
+    except OutOfMemory as error:  # of this rank: the others may wait for it, so nothing is asked of them
+        if RANK == 0:
+            say(report.try_report(run))
         if error.remedy.startswith("--"):
             say(f"to resume: {again(run, config)} {error.remedy}")
         raise

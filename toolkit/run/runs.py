@@ -36,10 +36,13 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 from toolkit import UsageError, fits
 from toolkit.base.files import check_links, naming, no_link, point, read_json, write_whole
+from toolkit.model import tiny
+from toolkit.model.machine import library_versions
 from toolkit.run.checkpoints import TRAINING, newest_checkpoint, step_of
 from toolkit.run.steps import first_lines
 
 BEST_PROGRAM = "best_strategy.py"
+SPLIT = ("batch_size", "accumulation")  # how a step's completions are split: it may change when a run is resumed
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting and resuming a run
@@ -89,9 +92,6 @@ def open_run(config: RunConfig) -> Path:
     A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
     UsageError if the run is finished, another process trains in it, or the folder cannot be written.
     """
-    from toolkit.model import tiny
-    from toolkit.model.machine import library_versions  # machine.py imports this file
-
     name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = config.output_dir / name
     try:
@@ -118,7 +118,8 @@ def open_run(config: RunConfig) -> Path:
             with naming(run / "result.json"):  # its steps become part of a name
                 (run / "result.json").rename(run / f"result-{int(result['steps'])}.json")
         kept = read_json(run / "config.json")
-        changed = kept | ({"steps": steps} if longer else {})
+        split = {name: value for name in SPLIT if (value := getattr(config, name, None))}
+        changed = kept | split | ({"steps": steps} if longer else {})
         if getattr(config, "unsafe_no_jail", False):  # once without the jail: every later result says so
             changed["unsafe_no_jail"] = True
         if changed != kept:
@@ -188,8 +189,6 @@ def forgotten(run: Path, config: RunConfig) -> list[str]:
 
 def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
     """Raise UsageError if a resumed run would get another embedded model, or another value for a field."""
-    from toolkit.model import tiny
-
     origin = read_json(stored.output_dir / stored.run_name / "origin.json")
     if config.model == "tiny" and origin.get("tiny", tiny.VERSION) != tiny.VERSION:
         raise UsageError(f"{stored.run_name} began with version {origin['tiny']} of the embedded model, and this is "
@@ -198,9 +197,9 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
         asked = getattr(config, name)
         if name in changeable or name in ("output_dir", "run_name"):
             continue
-        if name == "steps" and asked >= value:
-            continue
         if name == "steps":
+            if asked >= value:
+                continue
             raise UsageError(f"{stored.run_name} has {value} steps, and {asked} are fewer: name more, or another "
                              "--run-name")  # fmt: skip
         if asked != value:

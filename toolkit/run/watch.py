@@ -90,7 +90,7 @@ class TrainingView:
             if warning:
                 self.say(f"  warning: {warning}", style="bold yellow")
             return
-        self._live.start()  # not before the first step, because it would hide the bars of the evaluation
+        self._live.start()  # not before the first step, because it would hide what is said before
         from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
@@ -406,7 +406,8 @@ class Progress:
         exact = self.steps % self._config.sampled_every == 0
         with self._trainer.compute_loss_context_manager():
             found = gathered([sampled_curves(self._trainer, batch, self._recorder, exact)])
-        self._sampled = {name: max(curves[name] for curves in found) for name in found[0]}
+        names = {name for curves in found for name in curves}
+        self._sampled = {name: max(curves[name] for curves in found if name in curves) for name in sorted(names)}
 
     def _curves(self) -> dict[str, float]:
         """Curves of the last step, beside the trainer's own."""

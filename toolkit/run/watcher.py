@@ -157,6 +157,7 @@ class Watcher:
 
     def look(self, step: StepSummary, logs: Mapping[str, float]) -> str:
         """What to say after a step, or "".  `logs` are the trainer's metrics of the step."""
+        self._fatal = ""
         nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
         self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
@@ -172,9 +173,9 @@ class Watcher:
         self._broken_steps = 0 if math.isfinite(logs.get("grad_norm", 0.0)) else self._broken_steps + 1
         if not self._broken_steps:
             return ""
-        trouble = ("the gradient is not finite, so the step was left out and the weights are those of before: lower "
-                   "--learning-rate, or resume an earlier checkpoint")  # fmt: skip
-        if self._broken_steps == LAST:
+        trouble = ("the gradient is not finite, so the step was left out and the weights are those of before: start "
+                   "again with a lower --learning-rate")  # fmt: skip
+        if self._broken_steps >= LAST:
             self._fatal = f"{LAST} steps in a row had no finite gradient"
         return trouble
 
@@ -200,7 +201,7 @@ class Watcher:
                    f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
                    "top-k, damaged weights")  # fmt: skip
         self._foreign_steps += 1
-        if self._foreign_steps == LAST or not gap <= LARGE * logs["sampler/limit"]:  # NaN neither
+        if self._foreign_steps >= LAST or not gap <= LARGE * logs["sampler/limit"]:  # NaN neither
             self._fatal = trouble
         return trouble
 
@@ -213,6 +214,8 @@ class Watcher:
         troubles = {  # the first that holds is named
             "nearly all completions are cut off at the length limit: raise --max-new-tokens, or take --reasoning none":
                 logs.get("completions/clipped_ratio", 0.0) >= 0.8,
+            "the sampler tells no log-probabilities, so nothing shows whether it has the trained model: see vllm.log":
+                logs.get("sampler/untold", 0.0) > 0.5,
             "next to no completion is valid code: lower --learning-rate, or go back to an earlier checkpoint":
                 step.works <= 0.1,
             "every game is won, there is nothing left to learn from: take a harder --ladder, or drop --no-curriculum":
