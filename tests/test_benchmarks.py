@@ -300,3 +300,11 @@ def test_the_control_trains_on_the_best_quarter(monkeypatch: pytest.MonkeyPatch,
     rollouts.add({"step": 1, "size": 4, "target": 64, "completions": group})
     batch = {"advantages": torch.zeros(4), "completion_mask": torch.ones(4, 1)}
     assert program.without_flat_groups(batch, [False], False)["advantages"].tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_sampled_programs_that_make_2048_on_6x6_count_as_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games that went on to their end never ended as won: every model won 0%, and so did keys at random."""
+    smollm2 = bench_smollm2(monkeypatch)
+    monkeypatch.setattr(smollm2, "BOARDS", 4)
+    found = smollm2.of_programs([smollm2.blind_programs()["at random"]])
+    assert (found.loads, found.distinct, found.won, found.reward) == (1.0, 0.25, 1.0, 22.0)

@@ -652,7 +652,7 @@ def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, An
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
-    packed = getattr(config_of(name), "quantization_config", None)
+    packed = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
     if dtype == torch.float32 and not SHARDED:  # on a CPU; never tried elsewhere
