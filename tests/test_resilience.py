@@ -506,6 +506,7 @@ def train_short_of_memory(out: str, where: str, status: str) -> None:
         assert program.main(words) == int(status)
 
 
+@pytest.mark.slow
 def test_an_update_without_memory_names_options_that_need_less(base: Path, tmp_path: Path) -> None:
     """It was a traceback with exit code 1.  With those options the run goes on from its last step."""
     call(train_short_of_memory, tmp_path, "update", 4)
@@ -519,12 +520,14 @@ def test_an_update_without_memory_names_options_that_need_less(base: Path, tmp_p
     assert json.loads((tmp_path / "run" / "config.json").read_text())["batch_size"] == 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_memory_goes_on_with_fewer_rows(base: Path, tmp_path: Path) -> None:
     call(train_short_of_memory, tmp_path, "evaluation", 0)
     stage = json.loads((tmp_path / "run" / "result.json").read_text())["scores"]["3x3"]
     assert [stage[player]["games"] for player in ("before", "after")] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_generation_without_memory_is_one_line(base: Path, tmp_path: Path) -> None:
     """A step's completions are generated together."""
     call(train_short_of_memory, tmp_path, "generation", 4)

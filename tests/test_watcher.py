@@ -203,6 +203,7 @@ def adapter_after(out: Path, step: int) -> dict[str, Any]:
     return dict(load_file(out / "run" / f"checkpoint-{step}" / "adapter_model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_step_without_a_finite_gradient_is_left_out(base: Path, tmp_path: Path) -> None:
     """One NaN made all weights NaN: the log showed a loss of 0, and no checkpoint could be resumed."""
     call(train_with_broken_gradients, tmp_path, "2", 0)
@@ -212,6 +213,7 @@ def test_a_step_without_a_finite_gradient_is_left_out(base: Path, tmp_path: Path
     assert all(np.isfinite(weights).all() for weights in third.values())
 
 
+@pytest.mark.slow
 def test_three_steps_without_a_finite_gradient_end_the_run(base: Path, tmp_path: Path) -> None:
     """Its weights are good, and its page is written."""
     call(train_with_broken_gradients, tmp_path, "234", 3)
