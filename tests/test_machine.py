@@ -36,6 +36,7 @@ from toolkit.model.machine import (
     find_machine,
     gpu_is_there,
     instruct_variant,
+    load_plain,
     memory_needed,
     memory_warning,
     prepare_environment,
@@ -672,3 +673,18 @@ def test_weights_that_are_held_otherwise_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=named) if named else nullcontext():
         check_weights(model_with(*held), str(tmp_path), load)
+
+
+def test_an_adapter_loads_without_unsloth(base: Path, tmp_path: Path) -> None:
+    """On a CPU.  Its folder has no config.json, so `eval` of a run of SmolLM2 ended with an error."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "adapter")
+    loaded, _ = load_plain(str(tmp_path / "adapter"), torch.float32)
+    assert any("lora_A" in name for name, _ in loaded.named_parameters())
