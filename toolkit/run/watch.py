@@ -270,9 +270,6 @@ def callback(progress: Any) -> Any:
     from transformers import TrainerCallback
 
     class Watching(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            progress.begin()
-
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             progress.begin_step()
 
@@ -354,6 +351,7 @@ class Progress:
 
             self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
             sample_with_vllm(self._trainer, options, self.run)
+        self._began = time.monotonic() - self._spent
         with self._view, self._interruption, trackers.blaming_the_tracker():
             self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
@@ -365,10 +363,6 @@ class Progress:
         return {"steps": self.steps, "judged": judged, "minutes": round(self._spent / 60, 2),
                 "stage": self._summary.stage, "distinct": round(distinct, 4), "zero_spread": round(flat, 4),
                 "collapsed": bool(self.ended), "ended": self.ended}  # fmt: skip
-
-    def begin(self) -> None:
-        """From here on the clock of `minutes` runs."""
-        self._began = time.monotonic() - self._spent
 
     def begin_step(self) -> None:
         """From here on the first interruption lets the step end."""
