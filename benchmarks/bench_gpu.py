@@ -12,7 +12,7 @@ differ, and there is a gradient.  One step warms up, the others are measured.
 
 The bound is the time to read what the completions need for each token: their keys and values, and the weights, which
 means 4 of 32 experts for one completion and nearly all from 16 on.  The bandwidth is measured with a copy.  Prints a
-table and one JSON line.
+table at the end.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ from toolkit.serve import export  # noqa: E402
 class Args:
     """What to run."""
 
-    batches: tuple[int, ...] = (1, 4, 16, 32)  # completions per step; 1 is only generated, not trained
+    batches: tuple[int, ...] = (32, 1, 4, 16)  # completions per step; 1 is only generated, not trained
     steps: int = 3  # measured steps for each
     tokens: int = 200  # tokens of the longest completion
     form: Literal["nf4", "mxfp4", "bf16"] = "nf4"  # of the weights in memory; a CPU uses float32
     layers: int = 24
-    chunks: int = 1  # into which Unsloth cuts a micro-batch of the update; the program leaves it whole
     model: str = ""  # a folder with a model, or tiny, instead of random weights
 
 
@@ -248,8 +247,6 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
         rows = program.training_set(config, ladder)
         trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
-        if args.chunks > 1:
-            trainer.args.unsloth_grpo_mini_batch = args.chunks
         games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
         progress = watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True))
         with forced(model, texts), counting(model) as passes:
@@ -289,13 +286,17 @@ def main(args: Args) -> int:
         loading = time.perf_counter() - started
         bits = {"mxfp4": 4.25, "nf4": 4.13, "bf16": 16.0}[args.form] if gpu else 32.0
         speed, measured = bandwidth(), list[Measured]()
+        device = torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores"
+        about = asdict(args) | {"device": device, "layers": layers, "bandwidth": speed, "loading": loading}
         context = len(tokenizer(program.build_prompt())["input_ids"]) + args.tokens / 2
         for completions in args.batches:
             needed = bytes_a_token(folder, completions, context, bits, 16.0 if gpu else 32.0)
             bound = completions * speed / needed
-            measured.append(measure(model, tokenizer, completions, args, scratch, bound))
+            own = scratch / f"rows-{completions}"  # in the folder of a run, training would go on after its last step
+            own.mkdir()
+            measured.append(measure(model, tokenizer, completions, args, own, bound))
+            print(json.dumps(about | {"measured": asdict(measured[-1])}), flush=True)
     what = f"{layers} layers of gpt-oss-20b, {args.form}" if layers else str(args.model or "tiny")
-    device = torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores"
     title = f"{what} on {device}, {speed / 1e9:.0f} GB/s; loaded in {loading:.0f} s"
     table = Table("rows", "tokens/s", "of bound", "launches", "GB", "generate s", "score", "update", "step", "score",
                   "forwards", "gap", title=title)  # fmt: skip
@@ -305,8 +306,6 @@ def main(args: Args) -> int:
         table.add_row(str(m.completions), f"{m.speed:.0f}", f"{m.speed / m.bound:.1%}", f"{m.launches:.0f}",
                       f"{m.peak / 1e9:.1f}", f"{m.generate:.2f}", *(parts if m.completions > 1 else []))  # fmt: skip
     Console(width=120).print(table)
-    print(json.dumps({"args": asdict(args), "device": device, "layers": layers, "bandwidth": speed, "loading": loading,
-                      "measured": [asdict(m) for m in measured]}, default=str))  # fmt: skip
     return 0
 
 

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""What to measure with a borrowed GPU in half an hour.
+"""What to measure with a borrowed GPU in an hour.
 
-    python benchmarks/gpu_campaign.py smoke nf4       # two parts, one after the other
-    python benchmarks/gpu_campaign.py nf4 --dry-run   # its commands at small size, on a CPU that poses as a GPU
+    python benchmarks/gpu_campaign.py smoke mxfp4             # two parts, one after the other
+    python benchmarks/gpu_campaign.py mxfp4 nf4 --layers 2    # a quarter of an hour; as on 26 November 2026
+    python benchmarks/gpu_campaign.py mxfp4 --dry-run         # its commands at small size, on a CPU that poses as a GPU
 
-Parts can be run in any order.  Each ends within ten minutes and leaves a JSON file, also if a command of it fails:
+Parts can be run in any order.  Each ends within ten minutes and leaves a JSON file with what was measured until then:
 
 - smollm2-16bit, smollm2-4bit, smollm2-vllm: the whole program with a real language model (./setup.sh --with smollm2),
   with its weights in 16 or 4 bits, or with completions from vLLM (./setup.sh --with vllm).
 - smoke: the embedded model trains, resumes, is evaluated and exported.
-- nf4, mxfp4, bf16: steps of 32 completions with the weights in this form, and again with compiled decoding.
-- chunks: steps whose update takes each row by itself, as the program once did; to be held against nf4.
-- rows: 1 to 128 completions, in 4 bits.
+- mxfp4, bf16, nf4: steps of 32 completions of gpt-oss-20b's shape with the weights in this form, then of others.
 
 vLLM's wheels are too large to bring along.  wheels.py fetches those of everything else.
 """
@@ -19,12 +18,11 @@ vLLM's wheels are too large to bring along.  wheels.py fetches those of everythi
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,83 +32,60 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH, SCRIPT = "benchmarks/bench_gpu.py", "gpt_2048_rl.py"
-COMPILED = {"UNSLOTH_COMPILE_DECODE": "1"}
 
-Part = Literal["smollm2-16bit", "smollm2-4bit", "smollm2-vllm", "smoke", "nf4", "mxfp4", "bf16", "chunks", "rows"]
+Part = Literal["smollm2-16bit", "smollm2-4bit", "smollm2-vllm", "smoke", "mxfp4", "bf16", "nf4"]
 
 
 @dataclass(frozen=True)
 class Args:
     """Which parts to run, and where their files go."""
 
-    parts: tyro.conf.Positional[tuple[Part, ...]] = (
-        "smollm2-16bit",
-        "smollm2-4bit",
-        "smoke",
-        "nf4",
-        "mxfp4",
-        "bf16",
-        "chunks",
-        "rows",
-    )
+    parts: tyro.conf.Positional[tuple[Part, ...]] = ("smollm2-16bit", "smollm2-4bit", "smoke", "mxfp4", "bf16", "nf4")
     out: Path = Path("gpu")  # folder of the JSON files
     seconds: float = 570.0  # of a part
+    layers: int = 24  # of gpt-oss-20b's 24
     dry_run: bool = False  # at small size, on a CPU that poses as a GPU
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command of a part."""
-
-    words: tuple[object, ...]  # a script and its arguments
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def commands(part: Part, scratch: Path, small: bool) -> list[Command]:
-    """A part's commands; `scratch` is for their files."""
-    size: tuple[object, ...] = ("--model", "tiny", "--steps", 1, "--tokens", 80) if small else ()
+def commands(part: Part, scratch: Path, args: Args) -> list[tuple[object, ...]]:
+    """A part's commands, each a script and its arguments; `scratch` is for their files."""
+    small = args.dry_run
     run = ("--output-dir", scratch, "--run-name", part)
     if part.startswith("smollm2"):
         form = part.partition("-")[2]
         how = ("--sampler", "vllm") if form == "vllm" else ("--weights", form)
         size = ("--model", "tiny", "--steps", 1, "--games", 2, "--best-of", 2, "--held-out", "3:32")
         whole = ("--model", "smollm2", "--minutes", 6, "--games", 64, "--best-of", 256)
-        return [Command((SCRIPT, "train", *(size if small else whole), *how, *run, "--json"))]
+        return [(SCRIPT, "train", *(size if small else whole), *how, *run, "--json")]
     if part == "smoke":
         numbers = ("--games", 4, "--best-of", 8, "--save-steps", 1, "--held-out", "3:32")
         few = (*numbers, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--ladder", "4:64")
         train = (SCRIPT, "train", "--model", "tiny", *run, *(few if small else numbers), "--json")
         folder = scratch / "smoke"
         return [
-            Command((*train, "--steps", 1 if small else 10)),
-            Command((*train, "--steps", 2 if small else 12)),  # from the checkpoint on
-            Command((SCRIPT, "eval", folder, "--games", 4, "--held-out", "3:32", "--json")),
-            Command((SCRIPT, "export", folder, "--format", "merged_16bit", "--output-dir", scratch / "whole")),
+            (*train, "--steps", 1 if small else 4),
+            (*train, "--steps", 2 if small else 5),  # from the checkpoint on
+            (SCRIPT, "eval", folder, "--games", 4, "--held-out", "3:32", "--json"),
+            (SCRIPT, "export", folder, "--format", "merged_16bit", "--output-dir", scratch / "whole"),
         ]
-    if part == "rows":
-        batches = (1, 2) if small else (1, 4, 16, 32, 64, 128)
-        return [Command((BENCH, "--form", "nf4", "--steps", 2, "--batches", *batches, *size))]
-    steps = (BENCH, "--form", "nf4" if part == "chunks" else part, "--batches", 2 if small else 32, *size)
-    if part == "chunks":
-        return [Command((*steps, "--chunks", 2 if small else 8))]
-    return [Command(steps), Command(steps, COMPILED)]
+    if small:
+        return [(BENCH, "--form", part, "--model", "tiny", "--steps", 1, "--tokens", 80, "--batches", 2, 4)]
+    return [(BENCH, "--form", part, "--layers", args.layers, "--steps", 2, "--batches", 32, 1, 4, 16, 64)]
 
 
-def run(command: Command, seconds: float, small: bool) -> dict[str, Any]:
-    """Run a command: its words, exit status (124: out of time), seconds, what it told, and the end of its output."""
-    launcher = ["tests/gpu_on_cpu.py"] if small else []
-    words = [*launcher, *map(str, command.words)]
+def run(command: tuple[object, ...], seconds: float, small: bool) -> dict[str, Any]:
+    """Run a command: its words, exit status (124: out of time), seconds, its JSON lines, and the end of its output."""
+    words = [*(["tests/gpu_on_cpu.py"] if small else []), *map(str, command)]
     started = time.monotonic()
     try:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | command.environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=max(1.0, seconds), check=False)
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=max(1.0, seconds), check=False)  # fmt: skip
         status, said = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:
         status, said = 124, (late.stdout or b"").decode(errors="replace")
-    lines = [line for line in said.splitlines() if line.startswith("{")]
-    told = json.loads(lines[-1]) if lines and not status else None
-    return {"words": words, "environment": command.environment, "status": status, "told": told,
-            "seconds": round(time.monotonic() - started, 1), "said": said.splitlines()[-200:]}  # fmt: skip
+    told = [json.loads(line) for line in said.splitlines() if line.startswith("{") and line.endswith("}")]
+    return {"words": words, "status": status, "told": told, "seconds": round(time.monotonic() - started, 1),
+            "said": said.splitlines()[-200:]}  # fmt: skip
 
 
 def measure(part: Part, args: Args) -> list[dict[str, Any]]:
@@ -118,7 +93,7 @@ def measure(part: Part, args: Args) -> list[dict[str, Any]]:
     end, found = time.monotonic() + args.seconds, list[dict[str, Any]]()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for command in commands(part, Path(scratch), args.dry_run):
+        for command in commands(part, Path(scratch), args):
             found.append(run(command, end - time.monotonic(), args.dry_run))
             (args.out / f"{part}.json").write_text(json.dumps({"part": part, "runs": found}, indent=1) + "\n")
     return found
@@ -131,8 +106,7 @@ def main(args: Args) -> int:
         for done in measure(part, args):
             failed |= done["status"] != 0
             words = " ".join(word for word in done["words"] if "/" not in word)
-            rows = (done["told"] or {}).get("measured") or [None]
-            for row in rows:
+            for row in [told["measured"] for told in done["told"] if "measured" in told] or [None]:
                 figures = ["", "", "", "", ""] if row is None else [
                     f"{row['tokens'] / row['generate']:.0f}", f"{row['generate'] + row['score'] + row['update']:.2f}",
                     f"{row['forwards']:.0f}", f"{row['gap']:.1g}", f"{row['peak'] / 1e9:.1f}"]  # fmt: skip

@@ -176,10 +176,10 @@ def test_the_generator_is_measured() -> None:
 def test_whole_steps_are_measured_on_a_cpu_too(base: Path) -> None:
     done = run("--batches", 1, 4, "--steps", 1, "--tokens", 150, script=ROOT / "benchmarks" / "bench_gpu.py")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    one, four = told["measured"]
+    one, four = (json.loads(line)["measured"] for line in done.stdout.splitlines() if line.startswith("{"))
     assert (one["completions"], four["completions"]) == (1, 4)
     assert one["update"] == 0 < four["update"]
+    assert four["forwards"] > 0  # on a GPU the second trainer went on in the first one's folder, and did no step
     assert 4 * 90 <= four["tokens"] <= 4 * 150
     for row in (one, four):
         assert 0 < row["tokens"] / row["generate"] < row["bound"]
@@ -211,23 +211,22 @@ def test_a_made_up_gpt_oss_loads(form: str, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.long
 def test_the_campaign_for_a_borrowed_gpu_runs_dry(base: Path, tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "gpu_campaign.py"
-    parts = "smollm2-4bit", "smoke", "nf4", "chunks"
+    parts = "smollm2-4bit", "smoke", "nf4"
     command = [sys.executable, script, *parts, "--dry-run", "--out", tmp_path, "--seconds", "300"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = {part: json.loads((tmp_path / f"{part}.json").read_text())["runs"] for part in parts}
-    assert told["smollm2-4bit"][0]["told"]["steps"] == 1
+    assert told["smollm2-4bit"][0]["told"][-1]["steps"] == 1
     assert "resuming after step 1" in "\n".join(told["smoke"][1]["said"])
-    assert [run["environment"] for run in told["nf4"]] == [{}, {"UNSLOTH_COMPILE_DECODE": "1"}]
-    forwards = {part: told[part][0]["told"]["measured"][0]["forwards"] for part in ("nf4", "chunks")}
-    assert forwards == {"nf4": 1, "chunks": 2}
+    measured = [line["measured"] for line in told["nf4"][0]["told"]]
+    assert [(row["completions"], row["forwards"]) for row in measured] == [(2, 1), (4, 1)]
 
 
 def test_a_command_of_the_campaign_that_takes_too_long_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     campaign = importlib.import_module("gpu_campaign")
-    slow = campaign.run(campaign.Command(("-c", "import time; print('begun', flush=True); time.sleep(60)")), 2.0, False)
-    assert (slow["status"], slow["told"], slow["said"]) == (124, None, ["begun"])
+    slow = campaign.run(("-c", """import time; print('{"measured": 1}', flush=True); time.sleep(60)"""), 2.0, False)
+    assert (slow["status"], slow["told"]) == (124, [{"measured": 1}])
 
 
 def test_a_stripped_wheel_installs_without_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_two_gpus_end_with_the_same_adapter(two_gpus: tuple[Path, str], four_bit
 def test_the_benchmark_runs(server: Server, base: Path) -> None:
     said = on_gpu(server, "--model", base, "--batches", 2, "--steps", 1, "--tokens", 80,
                   script=ROOT / "benchmarks" / "bench_gpu.py")  # fmt: skip
-    assert json.loads(said[said.index('{"args"') :].splitlines()[0])["device"] == "NVIDIA H200"
+    assert json.loads(said[said.index('{"batches"') :].splitlines()[0])["device"] == "NVIDIA H200"
 
 
 def check_the_adapter(folder: str) -> None:

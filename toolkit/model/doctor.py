@@ -73,34 +73,30 @@ def tokens_a_second(name: str, config: Any, program: Program) -> float:
     return tokens / seconds
 
 
-def ways(machine: Machine, name: str) -> list[tuple[str, bool]]:
-    """The forms of the weights that a GPU has room for, each with whether decoding is compiled.  4 bits cannot be."""
+def forms(machine: Machine, name: str) -> list[str]:
+    """The forms of the weights that a GPU has room for."""
     if not machine.gpu or stays_as_stored(name):
         return []
-    whole = [("16bit", False), ("16bit", True)] if machine.memory >= ROOM_FOR_16_BITS else []
-    return [("4bit", False), ("stored", False), ("stored", True), *whole]
+    return ["4bit", "stored", *(["16bit"] if machine.memory >= ROOM_FOR_16_BITS else [])]
 
 
-def compare_ways(machine: Machine, name: str, console: Console) -> dict[str, float]:
-    """Tokens a second of each way, each in a process of its own.  The fastest is kept for this GPU and model."""
+def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, float]:
+    """Tokens a second of each form, each in a process of its own.  The fastest is kept for this GPU and model."""
     found: dict[str, float] = {}
-    fastest: dict[str, Any] = {"tokens_per_s": 0.0}
-    if not ways(machine, name):
+    if not forms(machine, name):
         console.print(f"{name} has one form on this machine: there is nothing to choose", soft_wrap=True)
-    for weights, compiled in ways(machine, name):
-        label = f"{weights}, compiled" if compiled else weights
+    for weights in forms(machine, name):
         command = [sys.executable, sys.argv[0], "doctor", "--model", name, "--weights", weights, "--measure", "--json"]
-        done = subprocess.run(command, env=os.environ | {"UNSLOTH_COMPILE_DECODE": str(int(compiled))}, text=True,
-                              capture_output=True, check=False)  # fmt: skip
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
         if done.returncode:
-            console.print(f"{label}: failed ({(done.stderr.splitlines() or ['no output'])[-1]})", soft_wrap=True)
+            console.print(f"{weights}: failed ({(done.stderr.splitlines() or ['no output'])[-1]})", soft_wrap=True)
             continue
-        found[label] = json.loads(done.stdout.splitlines()[-1])["speeds"][weights]
-        console.print(f"{label}: {found[label]:.0f} tokens/s")
-        if found[label] > fastest["tokens_per_s"]:
-            fastest = {"weights": weights, "compiled": compiled, "tokens_per_s": found[label]}
+        found[weights] = json.loads(done.stdout.splitlines()[-1])["speeds"][weights]
+        console.print(f"{weights}: {found[weights]:.0f} tokens/s")
     if found:
-        known = read_json(speeds()) | {speed_key(machine, name): fastest}
+        fastest = max(found, key=found.__getitem__)
+        kept = {"weights": fastest, "tokens_per_s": found[fastest]}
+        known = read_json(speeds()) | {speed_key(machine, name): kept}
         speeds().parent.mkdir(parents=True, exist_ok=True)
         write_whole(speeds(), json.dumps(known, indent=1) + "\n")
     return found
@@ -113,7 +109,7 @@ def measured(
     if not config.measure:
         return {}
     if config.weights == "auto":
-        return compare_ways(machine, name, console)
+        return compare_forms(machine, name, console)
     return {config.weights: tokens_a_second(name, planned, program)}
 
 
