@@ -1579,11 +1579,8 @@ class GRPOOptions:
     objective: Literal["mean", "entropic", "max_at_k"] = "mean"  # of a group: its mean reward, or one for its best
     max_at: Annotated[int, (2, 1024)] = 8  # k of max_at_k
     archive: Annotated[int, (0, 1000)] = 0  # best programs so far, of which each prompt shows one; 0: none
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dr_grpo"  # TRL's
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # of the probability ratio: TRL's
+    loss_type: Literal["dr_grpo", "dapo", "grpo"] = "dr_grpo"  # TRL's; its others do the same on-policy
     scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
-    epsilon: Annotated[float, (0.0, 1.0)] = 0.2  # clip range of the probability ratio
-    epsilon_high: Annotated[float, (0.0, 1000.0)] = 0.0  # its upper end; 0: as epsilon; of cispo the largest ratio, 5
     entropy_coef: Annotated[float, (0.0, 1.0)] = 0.0  # bonus for entropy
     beta: Annotated[float, (0.0, 100.0)] = 0.0  # weight of the KL divergence from the initial model
     skip_flat_groups: bool = True  # leave groups whose rewards are all equal out of the mean
@@ -2027,7 +2024,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []
-            return without_flat_groups(batch, flat, self.loss_type in ("bnpo", "dapo", "cispo", "vespo"))
+            return without_flat_groups(batch, flat, self.loss_type == "dapo")
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             doing = f"the model was updated with {config.batch_size} completions at a time"
@@ -2054,7 +2051,7 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
     gpu, plain = torch.cuda.is_available(), config.loader == "transformers"
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
     same = ("temperature", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "loss_type",
-            "importance_sampling_level", "scale_rewards", "epsilon", "entropy_coef", "beta", "save_steps")  # fmt: skip
+            "scale_rewards", "entropy_coef", "beta", "save_steps")  # fmt: skip
     arguments = GRPOConfig(
         **{name: getattr(config, name) for name in same},  # TRL's names
         output_dir=str(run), max_steps=config.steps, logging_steps=1, report_to="none", disable_tqdm=True,
@@ -2064,7 +2061,6 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
-        epsilon_high=config.epsilon_high or (5.0 if config.loss_type == "cispo" else config.epsilon),
         vllm_importance_sampling_correction=config.sampler == "vllm",  # Unsloth's default is off
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
         # Unsloth's loader has set checkpointing.  Unnamed, its forward passes a batch follow from the memory free then.

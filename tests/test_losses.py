@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import sys
 from collections import defaultdict
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -19,13 +18,6 @@ from tests.test_train import loaded
 from toolkit import UsageError
 
 LOSSES: tuple[str, ...] = get_args(get_type_hints(program.TrainConfig)["loss_type"])
-LEVELS = ("token", "sequence")
-NUMBERS = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
-           "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}  # fmt: skip
-
-
-def epsilon_high(loss: str) -> float:
-    return 5.0 if loss == "cispo" else 0.2
 
 
 def untouched_trainer() -> Any:
@@ -41,26 +33,26 @@ def untouched_trainer() -> Any:
     return module.GRPOTrainer
 
 
-def loss_of_trl(kind: Any, loss: str, level: str, logps: Any, batch: dict[str, Any]) -> Any:
+def loss_of_trl(kind: Any, loss: str, logps: Any, batch: dict[str, Any]) -> Any:
     """What TRL makes of log-probabilities (B, T)."""
     alone = SimpleNamespace(num_processes=1, gather=lambda found: found, reduce=lambda found, reduction: found)
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, logps.detach(), None), aux_loss_enabled=False,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level=level, beta=0.0,
-        loss_type=loss, epsilon_low=0.2, epsilon_high=epsilon_high(loss), use_vllm=False, accelerator=alone,
-        args=SimpleNamespace(delta=None, steps_per_generation=1, **NUMBERS), model=SimpleNamespace(training=True),
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+        loss_type=loss, epsilon_low=0.2, epsilon_high=0.2, use_vllm=False, accelerator=alone,
+        args=SimpleNamespace(delta=None, steps_per_generation=1), model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1, max_completion_length=7, get_gamma_weights=kind.get_gamma_weights,
         _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
     return kind._compute_loss(trainer, None, batch)
 
 
-def loss_of_unsloth(kind: Any, loss: str, level: str, logps: Any, batch: dict[str, Any]) -> Any:
+def loss_of_unsloth(kind: Any, loss: str, logps: Any, batch: dict[str, Any]) -> Any:
     from unsloth_zoo.rl_replacements import grpo_compute_loss
 
-    numbers = {"loss_type": loss, "importance_sampling_level": level, "epsilon_low": 0.2, "max_completion_length": 7,
-               "epsilon_high": epsilon_high(loss), "num_items_in_batch": batch["num_items_in_batch"],
-               "steps_per_generation": 1, "get_gamma_weights": kind.get_gamma_weights, **NUMBERS}  # fmt: skip
+    numbers = {"loss_type": loss, "importance_sampling_level": "token", "epsilon_low": 0.2, "max_completion_length": 7,
+               "epsilon_high": 0.2, "num_items_in_batch": batch["num_items_in_batch"],
+               "steps_per_generation": 1, "get_gamma_weights": kind.get_gamma_weights}  # fmt: skip
     return grpo_compute_loss(None, logps, batch.get("old_per_token_logps"), None, batch["completion_ids"],
                              batch["completion_mask"], 0.0, batch["advantages"], **numbers)[0]  # fmt: skip
 
@@ -77,21 +69,21 @@ def check_unsloth_has_trls_losses() -> None:
         "advantages": torch.tensor([1.5, -0.5, -2.0, 1.0]), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
     older = now | {"old_per_token_logps": (start + torch.randn(4, 6) / 2) * mask}
-    for loss, level in product(LOSSES, LEVELS):
+    for loss in LOSSES:
         directions: list[Any] = []
         for batch in (now, older):
             grads: list[Any] = []
             for compute in (loss_of_trl, loss_of_unsloth):
                 logps = start.clone().requires_grad_()
-                compute(kind, loss, level, logps, batch).backward()
+                compute(kind, loss, logps, batch).backward()
                 grads.append(logps.grad)
-            assert torch.allclose(grads[0], grads[1], atol=1e-6), (loss, level, grads)
+            assert torch.allclose(grads[0], grads[1], atol=1e-6), (loss, grads)
             directions.append(grads[0] / grads[0].norm())
         assert (directions[0] - directions[1]).norm() > 0.01  # otherwise the older policy would show nothing
 
 
 def test_unsloth_has_trls_losses() -> None:
-    """Of every loss type and level, on-policy and off-policy: the gradient of Unsloth's loss is that of TRL's."""
+    """Of every loss type, on-policy and off-policy: the gradient of Unsloth's loss is that of TRL's."""
     call(check_unsloth_has_trls_losses)
 
 
@@ -113,12 +105,11 @@ def one_step(folder: str) -> tuple[Any, Any, dict[str, Any]]:
     return trainer, rollouts, noted
 
 
-def gradient(trainer: Any, batch: dict[str, Any], loss: str, level: str = "token") -> Any:
+def gradient(trainer: Any, batch: dict[str, Any], loss: str) -> Any:
     """The gradient of a batch's loss by all trained weights, as one vector."""
     import torch
 
     trainer.loss_type = trainer.args.loss_type = loss
-    trainer.importance_sampling_level, trainer.epsilon_high = level, epsilon_high(loss)
     trainer.model.zero_grad()
     with trainer.compute_loss_context_manager():
         trainer.compute_loss(trainer.model, batch).backward()
@@ -134,24 +125,18 @@ def compared(grad: Any, other: Any) -> tuple[float, float]:
 def check_the_directions(folder: str) -> None:
     trainer, _, batch = one_step(folder)
     lengths = batch["completion_mask"].sum(1).float()
-    found = {(loss, level): gradient(trainer, batch, loss, level) for loss, level in product(LOSSES, LEVELS)}
-    factors = {"dr_grpo": lengths.mean().item() / trainer.max_completion_length, "luspo": lengths.mean().item()}
+    found = {loss: gradient(trainer, batch, loss) for loss in LOSSES}
     assert lengths.min() < lengths.max()
-    for (loss, level), grad in found.items():
-        for base in ("grpo", "dapo"):
-            cosine, length = compared(grad, found[base, "token"])
-            print(f"{loss:8} {level:9} beside {base}: cosine {cosine:.6f}, length {length:.4f}")
-            if (base == "grpo") == (loss in ("grpo", "sapo")):
-                assert cosine > 1 - 1e-6, (loss, level)
-                assert length == pytest.approx(factors.get(loss, 1.0), rel=1e-3), (loss, level)
-            else:
-                assert cosine < 1 - 1e-3, (loss, level)
+    cosine, length = compared(found["dr_grpo"], found["dapo"])
+    assert cosine > 1 - 1e-6
+    assert length == pytest.approx(lengths.mean().item() / trainer.max_completion_length, rel=1e-3)
+    assert compared(found["grpo"], found["dapo"])[0] < 1 - 1e-3
 
 
 @pytest.mark.long  # it holds TRL's and Unsloth's losses against each other: run it when a pin changes
 def test_on_policy_there_are_two_directions(base: Path, tmp_path: Path) -> None:
-    """grpo and sapo take the mean of an answer's tokens first, all others count every token alike.  Clipping, gates
-    and levels do nothing there.  The lengths differ by constants of the batch."""
+    """grpo takes the mean of an answer's tokens first.  The others count every token alike, and their lengths differ by
+    a constant of the batch."""
     call(check_the_directions, tmp_path)
 
 
@@ -184,10 +169,7 @@ def test_a_flat_group_does_not_thin_out_the_other_with_any_loss(base: Path, tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [("--loss-type dr_grpo --scale-rewards group", "Unsloth would leave the rewards unscaled"),
-     ("--loss-type cispo --epsilon-high 0.28", "name at least 1"),
-     ("--loss-type vespo --sampler vllm", "needs --sampler generate"),
-     ("--epsilon-high -1", "--epsilon-high must lie between 0(\\.0)? and 1000.0, not -1.0"),
-     ("--loss-type ppo", "--loss-type"), ("--importance-sampling-level token,sequence", "--importance-sampling-level")],
+     ("--loss-type ppo", "--loss-type")],
 )  # fmt: skip
 def test_what_would_be_refused_or_replaced_later_is_refused_at_once(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -196,17 +178,14 @@ def test_what_would_be_refused_or_replaced_later_is_refused_at_once(words: str, 
 
 def check_the_arguments(folder: str) -> None:
     model, tokenizer = loaded()
-    for words, high in (("--loss-type cispo", 5.0), ("--loss-type luspo --importance-sampling-level sequence", 0.2),
-                        ("--epsilon 0.1 --epsilon-high 0.28", 0.28), ("--epsilon 0.3", 0.3)):  # fmt: skip
-        config = program.parse_arguments(["--model", "tiny", *words.split()])
+    for loss in LOSSES:
+        config = program.parse_arguments(["--model", "tiny", "--loss-type", loss])
         ladder = program.Ladder([program.Stage(4, 128)])
         rollouts = program.Rollouts(Path(folder) / "rollouts.jsonl", config, ladder)
-        args = program.make_trainer(model, tokenizer, config, Path(folder), rollouts,
-                                    program.training_set(config, ladder)).args  # fmt: skip
-        assert (args.loss_type, args.importance_sampling_level, args.epsilon, args.epsilon_high) == (
-            config.loss_type, config.importance_sampling_level, config.epsilon, high)  # fmt: skip
+        rows = program.training_set(config, ladder)
+        args = program.make_trainer(model, tokenizer, config, Path(folder), rollouts, rows).args
+        assert (args.loss_type, args.importance_sampling_level, args.epsilon) == (loss, "token", 0.2)
 
 
 def test_the_loss_reaches_the_trainer(base: Path, tmp_path: Path) -> None:
-    """And cispo's largest ratio is not the usual 0.2, which would cut every ratio to a fifth."""
     call(check_the_arguments, tmp_path)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from toolkit import VLLM, UsageError
 from toolkit.base import bars
 from toolkit.base.ranks import RANK, RANKS, SHARDED
-from toolkit.run import objectives, trackers
+from toolkit.run import trackers
 from toolkit.run.runs import PERMISSIONS
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers 
     ("lr_schedule", "lr_scheduler_type"),
     ("warmup_steps", "lr_warmup", "warmup_ratio"),
     ("beta", "kl_coef"),
-    ("epsilon", "clip_range"),
     ("model", "init", "model_name", "model_name_or_path"),
     ("weights", "load_in_4bit", "load_in_16bit"),
     ("lora_rank", "r", "lora_r"),
@@ -214,7 +213,9 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
     if config.recipe == "published" and config.objective != "mean":
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
-    objectives.check_loss(config)
+    if config.loss_type == "dr_grpo" and config.scale_rewards == "group" and config.loader == "unsloth":
+        raise UsageError("--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would "
+                         "leave the rewards unscaled; or name --scale-rewards none or batch")  # fmt: skip
     trackers.named(config.report_to)
     if config.loader == "unsloth" and SHARDED:
         raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")

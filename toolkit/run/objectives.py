@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from toolkit import UsageError
 from toolkit.base.ranks import RANK
 
 LN_2 = math.log(2)  # TTT-Discover's bound, in nats
@@ -27,34 +26,6 @@ class ObjectiveConfig(Protocol):
     def max_at(self) -> int: ...
     @property
     def generations(self) -> int: ...
-
-
-class LossConfig(Protocol):
-    """The part of the training configuration that a loss depends on."""
-
-    @property
-    def loss_type(self) -> str: ...
-    @property
-    def epsilon_high(self) -> float: ...
-    @property
-    def scale_rewards(self) -> str: ...
-    @property
-    def loader(self) -> str: ...
-    @property
-    def sampler(self) -> str: ...
-
-
-def check_loss(config: LossConfig) -> None:
-    """Raise UsageError for a loss that TRL or Unsloth would refuse, or silently replace, after loading the model."""
-    if config.loss_type == "vespo" and config.sampler == "vllm":
-        raise UsageError("--loss-type vespo needs --sampler generate: TRL weighs vLLM's completions as a whole, and "
-                         "vespo needs a weight per token")  # fmt: skip
-    if config.loss_type == "cispo" and 0 < config.epsilon_high < 1:
-        raise UsageError(f"--epsilon-high {config.epsilon_high:g} is too small for --loss-type cispo, where it is the "
-                         "largest ratio and not its distance from 1: name at least 1")  # fmt: skip
-    if config.loss_type == "dr_grpo" and config.scale_rewards == "group" and config.loader == "unsloth":
-        raise UsageError("--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would "
-                         "leave the rewards unscaled; or name --scale-rewards none or batch")  # fmt: skip
 
 
 def shares(rewards: Sequence[float], beta: float) -> list[float]:
