@@ -1594,7 +1594,7 @@ class GRPOOptions:
 
 @dataclass(kw_only=True)
 class RunOptions:
-    """The LoRA adapter, checkpoints, warnings, best programs, output."""
+    """The LoRA adapter, checkpoints, best programs, output."""
 
     lora_rank: Annotated[int, (1, 1024)] = 4  # of the adapters
     adapt: Literal["all", "attention"] = "all"  # what gets adapters: attention and experts, or attention alone
@@ -1605,9 +1605,6 @@ class RunOptions:
     save_steps: Annotated[int, (1, 10**7)] = 20  # steps between checkpoints
     keep: Annotated[int, (1, 10**6)] = 3  # newest checkpoints to keep, besides the best
     patience: Annotated[int, (1, 10**7)] = 20  # steps in a row with nothing to learn that end training
-    repeat_warning: Annotated[int, (1, 10**7)] = 10  # steps until a warning that still holds is repeated
-    kl_warning: Annotated[float, (0.0, 1e6)] = 2.0  # warn above this KL, in nats a token; learning runs stay below 0.2
-    sampled_every: Annotated[int, (1, 10**7)] = 10  # steps between measurements of KL divergence and entropy
     race_games: Annotated[int, (1, 10**6)] = 448  # by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as the run's
     report_to: str = "tensorboard"  # tensorboard, wandb, trackio, mlflow, with commas between several; or none

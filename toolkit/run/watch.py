@@ -237,6 +237,8 @@ def write_step(writer: Any, step: int, completions: Sequence[Mapping[str, Any]],
 # ---------------------------------------------------------------------------------------------------------------------
 # Watching a run
 
+SAMPLED = 10  # steps between measurements of KL divergence and entropy
+
 
 class WatchedRollouts(Protocol):
     """The script's Rollouts: the last step, and which of its groups are flat."""
@@ -397,7 +399,7 @@ class Progress:
 
     def _measure(self, batch: dict[str, Any]) -> None:
         """Measure the policy on a batch before it is used.  Of several ranks the worst counts."""
-        exact = self.steps % self._config.sampled_every == 0
+        exact = self.steps % SAMPLED == 0
         with self._trainer.compute_loss_context_manager():
             found = gathered([sampled_curves(self._trainer, batch, self._recorder, exact)])
         names = {name for curves in found for name in curves}

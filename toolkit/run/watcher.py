@@ -22,9 +22,6 @@ class WatchedConfig(Protocol):
     save_steps: int
     patience: int
     curriculum: bool
-    repeat_warning: int
-    kl_warning: float
-    sampled_every: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,6 +125,8 @@ class StepSummary:
 GAPS = 5  # first steps, whose differences between sampler and model are usual
 LAST = 3  # steps in a row with such a difference, or without a finite gradient, end training
 LARGE = 5  # times the difference that rounding explains: one step is enough
+REPEAT = 10  # steps until a warning that still holds is repeated
+FAR = 2.0  # KL divergence from the start in nats a token; runs that learn stay below 0.2
 
 
 class Watcher:
@@ -143,6 +142,7 @@ class Watcher:
         self._entropy = 0.0  # the last one measured
         self._first_entropies: list[float] = []
         self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
+        self._unwon = 0  # steps in a row at this stage in which no game was won
         self._gaps: list[float] = []  # `sampler/gap` of the first steps
         self._fatal = ""  # what ends training at once
         self._foreign_steps = self._broken_steps = 0  # in a row
@@ -160,13 +160,14 @@ class Watcher:
         self._fatal = ""
         nothing_to_learn = step.works == 0 or (step.flat == 1 and step.won < 1)
         self.lost_steps = self.lost_steps + 1 if nothing_to_learn else 0
-        self._at_stage = self._at_stage + 1 if step.stage == self._stage else 1
-        self._stage = step.stage
+        same = step.stage == self._stage
+        self._stage, self._at_stage = step.stage, self._at_stage + 1 if same else 1
+        self._unwon = 0 if step.won else self._unwon + 1 if same else 1
         foreign, broken = self._another_model(logs), self._no_gradient(logs)
         trouble = foreign or broken or self._name(step, logs)
         self._lasted = self._lasted + 1 if trouble == self.trouble else 0
         self.trouble = trouble
-        return trouble if self._lasted % self._config.repeat_warning == 0 else ""
+        return trouble if self._lasted % REPEAT == 0 else ""
 
     def _no_gradient(self, logs: Mapping[str, float]) -> str:
         """What to say of a gradient that is not finite; "" if it is.  The trainer has left such a step out."""
@@ -182,8 +183,8 @@ class Watcher:
     def _another_model(self, logs: Mapping[str, float]) -> str:
         """What shows that a step's completions are not the trained model's; "" if nothing does.
 
-        Rounding has a limit, and what it does in the first steps, it does later.  A limit is no proof, because no GPU
-        has confirmed it: one large difference, or several in a row, end training.
+        Rounding has a limit, and what it does in the first steps, it does later.  A limit is no proof, because few
+        GPUs have confirmed it: one large difference, or several in a row, end training.
         """
         if logs.get("sampler/unended", 0.0) > 0:
             self._fatal = ("the sampler ended completions without the model's end token: compare eos_token_id in "
@@ -223,7 +224,7 @@ class Watcher:
             "collapsed, all programs are equal: lower --learning-rate, or hold the model with --beta":
                 no_spread and step.identical and not all_won,
             "collapsing, most answers are one program: lower --learning-rate, or raise --temperature or --generations":
-                step.commonest > 0.5 and not all_won,
+                step.commonest >= 0.5 and not all_won,
             "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
                 no_spread and not all_won,
             "most completions cheat, and do not play (`cheating` in rollouts.jsonl says how): lower --learning-rate":
@@ -234,8 +235,10 @@ class Watcher:
             "entropy runs away, answers turn random: lower --entropy-coef and --learning-rate":
                 entropy > 3 * usual + 0.5,
             "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
-                logs.get("sampled/kl", 0.0) > self._config.kl_warning,
+                logs.get("sampled/kl", 0.0) > FAR,
+            "no game was won in the last ten steps, so no reward shows what to find: begin --ladder with an easier "
+            "stage (a smaller tile, a larger board)": self._unwon > REPEAT,
             "random moves would do as well: only a harder stage shows skill (--ladder has the stages)":
-                self._at_stage > self._config.repeat_warning and step.won <= step.random_won,
+                self._at_stage > REPEAT and step.won <= step.random_won,
         }  # fmt: skip
         return next((trouble for trouble, holds in troubles.items() if holds), "")
