@@ -18,6 +18,7 @@ import pytest
 import gpt_2048_rl as program
 from mini import __main__ as mini
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
+from tests.record_run import RECORDED
 from toolkit import cli
 from toolkit.model.machine import resolve_model
 from toolkit.run.checkpoints import keep_config
@@ -58,14 +59,14 @@ def test_help_lists_the_fields_with_their_defaults(command: list[str], capsys: p
     assert "bepo" in said
 
 
-def test_help_of_train_shows_nine_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str]) -> None:
     """All other options follow under headings."""
     with pytest.raises(SystemExit):
         program.main(["train", "--help"])
     _, *headings = re.split(r"^\W*[A-Z]\w+ options\W*$", capsys.readouterr().out, flags=re.MULTILINE)
     common, *others = ([line[2:] for line in part.splitlines() if re.match(r"\W*--\w", line)] for part in headings)
-    assert [line.split()[0].strip(",") for line in common][::8] == ["--model", "--json"]
-    assert len(common) == 9
+    assert [line.split()[0].strip(",") for line in common][::9] == ["--model", "--json"]
+    assert len(common) == 10
     assert sum(map(len, others)) > 30
 
 
@@ -159,6 +160,49 @@ def test_an_unknown_option_is_answered_without_reading_the_comments_of_all() -> 
     code = "import sys, gpt_2048_rl as p; assert p.main(['--step', '3']) == 2; sys.exit('tyro' in sys.modules)"
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    """YAML may take 6:16 for a number to the base of 60, and 1e-4 for a text."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: tiny\nsteps: 7\nlearning-rate: 1e-4\nladder: [6:16, 4:64]\ncurriculum: false\n")
+    config = program.parse_arguments(["--config", str(file), "--steps", "9"])
+    assert (config.model, config.steps, config.learning_rate) == ("tiny", 9, 1e-4)
+    assert (config.ladder, config.curriculum) == (("6:16", "4:64"), False)
+    assert config.generations == program.train_defaults("tiny").generations  # the file's model decides the others
+
+
+def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
+    """All but its place, and but those that have left the program."""
+    run = shutil.copytree(RECORDED, tmp_path / "run")
+    (run / "origin.json").write_text("{}")
+    config = program.parse_arguments(["--config", str(run / "config.json")])
+    recorded = json.loads((run / "config.json").read_text())
+    assert (config.model, config.steps, config.seed) == ("tiny", recorded["steps"], recorded["seed"])
+    assert config.run_name == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("report_to: wandb", "sets --report-to, which no file decides: name it as an option"),
+        ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
+        ("stepps: 3", "no option --stepps (similar: --save-steps, --steps"),
+        ("steps: many", "--steps takes a whole number, like 300, not 'many'"),
+        ("- steps", "holds no options: write one a line, like steps: 100"),
+        ("", "holds no options"),
+        ("steps: [", "is neither YAML nor JSON"),
+    ],
+)
+def test_a_wrong_file_of_options_gets_one_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert program.main(["--config", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
 
 
 def test_an_adapter_is_evaluated_and_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

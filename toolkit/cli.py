@@ -163,7 +163,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
 
 Commands = Mapping[str, tuple[type[Any], Callable[[Any, Any], Mapping[str, Any]]]]
 # The options that may differ when a run is resumed; besides, a step's completions may be split in another way.
-CHANGEABLE = {"resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", *PERMISSIONS}
+CHANGEABLE = {"config", "resume", "keep", "save_steps", "patience", "minutes", "quiet", "json", *PERMISSIONS}
 
 
 def split(argv: Sequence[str], commands: Commands) -> tuple[str, list[str]]:
@@ -188,11 +188,45 @@ def check_sampler(config: Any) -> None:
         raise UsageError("--sampler vllm needs vLLM, in an environment of its own: run ./setup.sh --with vllm")
 
 
+ITS_PLACE = ("output_dir", "run_name", "resume", "json")  # what a run's options say of the run itself
+
+
+def words_of_file(path: Path, kind: type[Any]) -> list[str]:
+    """The options of a YAML or JSON file as words of a command line.  A run's config.json gives all but its place.
+
+    Raises UsageError for a file that is none, and for options that no file decides.
+    """
+    import yaml
+
+    try:
+        options = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # of texts: a stage 6:16 is no number
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is neither YAML nor JSON"
+        raise UsageError(f"--config {path} cannot be read: {reason}") from None
+    if not isinstance(options, dict):
+        raise UsageError(f"--config {path} holds no options: write one a line, like steps: 100")
+    if (path.parent / "origin.json").exists():  # a run's
+        known = {field.name for field in dataclasses.fields(kind)} - {"config", *ITS_PLACE}
+        options = {name: value for name, value in options.items() if name in known}
+    words: list[str] = []
+    for key, value in options.items():
+        name = str(key).replace("-", "_")
+        if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
+            raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
+        if value in ("true", "false"):
+            words.append(spelled(name if value == "true" else f"no_{name}"))
+        elif value not in ("", "null"):
+            words += [spelled(name), *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
+
+
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
     """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
     from toolkit.model import machine
     from toolkit.run import runs
 
+    if file := chosen(argv, {"config": ""}, "resume")["config"]:
+        argv = [*words_of_file(Path(file), kind), *argv]
     given = chosen(argv, {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "",
                           "output_dir": "outputs"}, "resume")  # fmt: skip
     model = machine.resolve_model(given["model"])
