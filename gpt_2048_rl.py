@@ -1999,8 +1999,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             self.add_callback(SkipSteps(self))
             self.gradient_norm = 0.0  # of the last step, before clipping
             self.seconds: dict[str, float] = {}  # of the last step, by its part
-            self.curves: Callable[[], dict[str, float]] = dict  # further curves of the last step
-            self.observe: Callable[[dict[str, Any]], None] = lambda batch: None
+            self.observer = watch.Observer()
 
         def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
             began = time.perf_counter()
@@ -2018,7 +2017,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
                 batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             with machine.naming_memory("the policy was measured", "fewer --max-new-tokens"):
-                self.observe(batch)
+                self.observer.measure(batch)
             if config.objective != "mean":
                 batch = objectives.with_objective(batch, rollouts.last["completions"], config)
             flat = rollouts.flat if config.skip_flat_groups else []
@@ -2036,7 +2035,10 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             return norm
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            super().log(logs | (self.curves() if "loss" in logs else {}), *args, **kwargs)
+            super().log(logs | (self.observer.curves() if "loss" in logs else {}), *args, **kwargs)
+
+        def is_best(self) -> bool:
+            return self.observer.is_best()
 
     return Trainer
 

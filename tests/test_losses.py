@@ -16,6 +16,7 @@ import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.test_train import loaded
 from toolkit import UsageError
+from toolkit.run import watch
 
 LOSSES: tuple[str, ...] = get_args(get_type_hints(program.TrainConfig)["loss_type"])
 
@@ -99,7 +100,7 @@ def one_step(folder: str) -> tuple[Any, Any, dict[str, Any]]:
     rows = program.training_set(config, ladder)
     trainer = program.make_trainer(model, tokenizer, config, Path(folder), rollouts, rows)
     noted: dict[str, Any] = {}
-    trainer.observe = noted.update
+    trainer.observer.measure = noted.update
     trainer.train()
     assert rollouts.flat == [False, False]
     return trainer, rollouts, noted
@@ -150,7 +151,7 @@ def check_flat_groups(folder: str) -> None:
     alone["num_items_in_batch"] = alone["completion_mask"].sum()
     rollouts.flat = [True, False]
     trl.GRPOTrainer._generate_and_score_completions = lambda self, inputs: dict(flat)
-    trainer.observe = lambda batch: None
+    trainer.observer = watch.Observer()
     for loss in LOSSES:
         trainer.loss_type = loss
         kept = gradient(trainer, trainer._generate_and_score_completions([]), loss)

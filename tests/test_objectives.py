@@ -124,7 +124,7 @@ def check_a_real_step(folder: str) -> None:
     rows = program.training_set(config, ladder)
     trainer = program.make_trainer(model, tokenizer, config, Path(folder), rollouts, rows)
     usual, used = list[list[float]](), list[list[float]]()
-    trainer.observe = lambda batch: usual.append(batch["advantages"].tolist())
+    trainer.observer.measure = lambda batch: usual.append(batch["advantages"].tolist())
     generate = trainer._generate_and_score_completions
 
     def noting(inputs: Any) -> dict[str, Any]:

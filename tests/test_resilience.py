@@ -181,7 +181,7 @@ def check_the_best_checkpoint(folder: str) -> None:
         rows = [won_step(step, large if tile == 64 else small) for step, tile in enumerate(tiles, 1)]
         for row, tile in zip(rows, tiles, strict=True):
             row["completions"][0]["results"][0]["max_tile"] = tile
-        assert resume(run, rows, program.Ladder([large, small])).is_best() is best
+        assert resume(run, rows, program.Ladder([large, small])).observer.is_best() is best
 
 
 def test_the_best_checkpoint_has_the_largest_tiles_of_the_last_stage(tmp_path: Path) -> None:

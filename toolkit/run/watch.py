@@ -287,7 +287,22 @@ def callback(progress: Any) -> Any:
     return Watching()
 
 
-class Progress:
+class Observer:
+    """What a trainer asks while it trains.  This one takes no note."""
+
+    def measure(self, batch: dict[str, Any]) -> None:
+        """Measure the policy on a batch before it is used."""
+
+    def curves(self) -> dict[str, float]:
+        """Curves of the last step, beside the trainer's own."""
+        return {}
+
+    def is_best(self) -> bool:
+        """Whether the checkpoint about to be written is the best so far."""
+        return False
+
+
+class Progress(Observer):
     """Shows every step, and stops a run that collapsed, was interrupted or has no time.
 
     Nothing of this is kept in checkpoints: rollouts.jsonl and the trainer's own log have all of it.
@@ -310,8 +325,7 @@ class Progress:
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._recorder, self._sampled = Recorder(trainer.model), dict[str, float]()
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
-        trainer.curves, trainer.observe = self._curves, self._measure
-        trainer.is_best = lambda: ends_best(self._levels, self._config.save_steps)
+        trainer.observer = self
 
     @property
     def steps(self) -> int:
@@ -397,7 +411,7 @@ class Progress:
         programs = filter(None, (best_completion(self._rollouts.last), self._best))
         self._best = max(programs, key=lambda program: program[1], default=None)
 
-    def _measure(self, batch: dict[str, Any]) -> None:
+    def measure(self, batch: dict[str, Any]) -> None:
         """Measure the policy on a batch before it is used.  Of several ranks the worst counts."""
         exact = self.steps % SAMPLED == 0
         with self._trainer.compute_loss_context_manager():
@@ -405,7 +419,11 @@ class Progress:
         names = {name for curves in found for name in curves}
         self._sampled = {name: max(curves[name] for curves in found if name in curves) for name in sorted(names)}
 
-    def _curves(self) -> dict[str, float]:
+    def is_best(self) -> bool:
+        """Whether tiles at the last stage were never larger before a checkpoint."""
+        return ends_best(self._levels, self._config.save_steps)
+
+    def curves(self) -> dict[str, float]:
         """Curves of the last step, beside the trainer's own."""
         row = self._rollouts.last
         step = StepSummary.of(row, self._rollouts.flat, self._random_won(row["size"], row["target"]))
