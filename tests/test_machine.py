@@ -28,6 +28,7 @@ from toolkit.model.doctor import DoctorConfig, doctor
 from toolkit.model.machine import (
     Machine,
     Settings,
+    bound_memory,
     check_download,
     check_model,
     check_weights,
@@ -294,6 +295,7 @@ def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
     assert sixteen["weights"] == pytest.approx(2 * 20.91e9, rel=0.001)
     assert four["keys and values"] == 32 * 1336 * 49_152
     assert four["adapters"] == pytest.approx(46.2e6 * 16, rel=0.01)
+    assert four["update"] == 4 * 8 * 768 * 201_088 * 2
 
 
 def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:
@@ -330,9 +332,21 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_memory")
 def test_too_little_memory_is_a_warning_that_names_what_takes_it(gpt_oss: Path) -> None:
     warning = memory_warning(str(gpt_oss), H100, DEFAULTS)
-    for words in ("about 18 GB (weights 12.", "keys and values 2.1", "and 16 are free", "lower --batch-size"):
+    for words in ("about 27 GB (weights 12.", "keys and values 2.1", "and 16 are free", "lower --batch-size"):
         assert words in warning
     assert "\n" not in warning
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_memory_that_the_processor_shares_is_not_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 of the GB10's 128 GB are free.  A DGX Spark whose memory runs out has to be switched off."""
+    import torch
+
+    taken: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", taken.append)
+    for machine in (GB10, H100, CPU):
+        bound_memory(machine)
+    assert taken == [pytest.approx(32 / 128)]
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -395,7 +409,7 @@ def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -
     assert lines(text, "ok") == ["jail", "model"]
     told, text = examined(GB10, DoctorConfig(str(gpt_oss)))
     assert told["warnings"] == []
-    assert told["checks"]["memory"] == "about 18 GB needed"
+    assert told["checks"]["memory"] == "about 27 GB needed"
     assert "4-bit NF4" in text
 
 
