@@ -277,8 +277,11 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
         console.print(name, ", ".join(f"{one[name]:.0f}" for one in told))
     panels = []
     for i, kind in enumerate(("A", "P")):
-        lines = {name: statistics.fmean(report[kind]["reward"] for report in reports)
-                 for name, reports in columns.items() if name not in ("before", "after") and kind in reports[0]}
+        lines = {
+            name: statistics.fmean(report[kind]["reward"] for report in reports)
+            for name, reports in columns.items()
+            if name not in ("before", "after") and kind in reports[0]
+        }
         panels.append(panel(kind, [read_curve(folder, f"reward/{kind}") for folder in folders], lines, 50 + 480 * i))
     args.figure.write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 380" font-family="system-ui, '
                            'sans-serif" font-size="13">\n' + "\n".join(panels) + "\n</svg>\n")  # fmt: skip

@@ -29,12 +29,32 @@ NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-s
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
 
 # Their imports of transformers and peft take as long as their tests: one process has them all.
-LIBRARIES = ("mini/test_runs.py", "mini/test_model.py", "test_benchmarks.py", "test_machine.py", "test_export.py",
-             "test_gguf.py", "test_families.py")
+LIBRARIES = (
+    "mini/test_runs.py",
+    "mini/test_model.py",
+    "around/test_benchmarks.py",
+    "model/test_machine.py",
+    "serve/test_export.py",
+    "serve/test_gguf.py",
+    "model/test_families.py",
+)
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
-FIRST = ("test_gpu.py", "test_pool.py", "test_jail.py", "mini/test_chess_commands.py", "mini/test_grpo.py", *LIBRARIES,
-         "test_hostile.py", "test_cluster.py", "test_resilience.py", "test_ranks.py", "test_notebook.py",
-         "mini/test_cpp.py", "test_train.py", "test_report.py")  # fmt: skip
+FIRST = (
+    "model/test_gpu.py",
+    "script/test_pool.py",
+    "script/test_jail.py",
+    "mini/test_chess_commands.py",
+    "mini/test_grpo.py",
+    *LIBRARIES,
+    "script/test_hostile.py",
+    "run/test_cluster.py",
+    "run/test_resilience.py",
+    "base/test_ranks.py",
+    "around/test_notebook.py",
+    "mini/test_cpp.py",
+    "script/test_train.py",
+    "run/test_report.py",
+)
 
 ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")

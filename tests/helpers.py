@@ -87,7 +87,9 @@ def run_python(code: str, *arguments: str, **options: object) -> subprocess.Comp
 
 
 def run(
-    *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None,
+    *arguments: object,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
     script: Path | str = ROOT / "gpt_2048_rl.py",
 ) -> subprocess.CompletedProcess[str]:
     """The program as its user runs it."""

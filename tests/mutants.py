@@ -152,10 +152,14 @@ def failures(place: Path, *arguments: str) -> list[str]:
 def first_failure(fault: Fault, likely_only: bool) -> str:
     """The test that catches a fault; "" if none does."""
     with scratch() as place:
-        file, text = find(fault, place / "copy")
+        copy = place / "copy"
+        file, text = find(fault, copy)
         file.write_text(text, encoding="utf-8")
-        named = [f"tests/test_{name}.py" for name in fault.likely.split()]
-        likely = [name for name in named if (place / "copy" / name).exists()]
+        likely = [
+            str(file.relative_to(copy))
+            for name in fault.likely.split()
+            for file in copy.glob(f"tests/*/test_{name}.py")
+        ]
         failed = failures(place, "-x", "-n", "0", *likely) if likely else []
         if not failed and not likely_only:
             failed = failures(place, "-x", *(f"--ignore={name}" for name in likely))

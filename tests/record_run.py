@@ -36,8 +36,7 @@ def record(run: Path) -> None:
     """Replace tests/recorded_run.  Of TensorBoard's events the curves are kept."""
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
-    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json", "best_of_n.py",
-                 "rollouts.jsonl"):
+    for name in ("config.json", "result.json", "best_strategy.py", "best_game.json", "best_of_n.py", "rollouts.jsonl"):
         shutil.copyfile(run / name, RECORDED / name)
     write_curves(RECORDED / "events.out.tfevents.0.recorded", read_curves(run))
 

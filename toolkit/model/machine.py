@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------------------------------------------------
 # Machine
 
+
 def prepare_environment(offline: bool, rows: int = 32) -> None:
     """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
 

@@ -18,12 +18,13 @@ from tests.helpers import ROOT, cmdline, run, run_python
 HEAVY = ("torch", "trl", "transformers", "unsloth", "datasets", "numpy", "tyro", "rich")
 
 
-def test_ruff_finds_nothing() -> None:
+@pytest.mark.parametrize("words", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff_finds_nothing(words: list[str]) -> None:
     """As configured in pyproject.toml, over the whole project.  mypy is a step of .ci/run."""
     if not importlib.util.find_spec("ruff"):
         pytest.fail("ruff is not installed; ./setup.sh installs it")
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    command = [sys.executable, "-m", "ruff", *words, "."]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -255,13 +255,30 @@ def test_harmonys_marks_may_stand_in_a_program(mark: str, end: str) -> None:
 
 
 BELOW = [
-    "MEMO = collections.defaultdict(int)", "RNG = random.Random(0)", "ORDER = list('auéi')", "D = lambda k: str(k)",
-    "strategy.rng = random.Random(0)", "strategy.memo = dict()", "best = functools.lru_cache(None)(_best)",
-    "A = 'a'\nK = A", "K = ['a']\nK += ['u']", "T = {}\nfor k in 'auéi': T[k] = ord(k)", "if True: K = 'a'",
-    "T = []\nT.append('a')", "T = []\nfor k in 'auéi': T.append(k)", "T = {}\nT.update(a=1)", "setup()",
-    "T = {'a': []}\nT['a'].append(1)", "ORDER = list('auéi')\nrandom.shuffle(ORDER)", "T = [1, 2]\ndel T[0]",
-    "while not T: setup()", "strategy.memo.update(a=1)", "S = [1]\nsetup(S)", "if K: setup()",
-    "import heapq\nT = [2, 1]\nheapq.heapify(T)", "with K: T.clear()",
+    "MEMO = collections.defaultdict(int)",
+    "RNG = random.Random(0)",
+    "ORDER = list('auéi')",
+    "D = lambda k: str(k)",
+    "strategy.rng = random.Random(0)",
+    "strategy.memo = dict()",
+    "best = functools.lru_cache(None)(_best)",
+    "A = 'a'\nK = A",
+    "K = ['a']\nK += ['u']",
+    "T = {}\nfor k in 'auéi': T[k] = ord(k)",
+    "if True: K = 'a'",
+    "T = []\nT.append('a')",
+    "T = []\nfor k in 'auéi': T.append(k)",
+    "T = {}\nT.update(a=1)",
+    "setup()",
+    "T = {'a': []}\nT['a'].append(1)",
+    "ORDER = list('auéi')\nrandom.shuffle(ORDER)",
+    "T = [1, 2]\ndel T[0]",
+    "while not T: setup()",
+    "strategy.memo.update(a=1)",
+    "S = [1]\nsetup(S)",
+    "if K: setup()",
+    "import heapq\nT = [2, 1]\nheapq.heapify(T)",
+    "with K: T.clear()",
 ]
 
 
@@ -278,9 +295,19 @@ def test_what_a_strategy_reads_may_stand_below_it(below: str) -> None:
 
 
 EXAMPLES = [
-    "print(T)", "T.append(strategy([[0]]))", "main()", "play(strategy)", "assert helper([[0]]) == 1", "Game().run()",
-    "if __name__ == '__main__':\n    helper(T)", "while True: main()", "for _ in range(9): T.append(main())",
-    "board = [[0]]\nboard.append([0])", "len(board)", "helper", "input('key? ')",
+    "print(T)",
+    "T.append(strategy([[0]]))",
+    "main()",
+    "play(strategy)",
+    "assert helper([[0]]) == 1",
+    "Game().run()",
+    "if __name__ == '__main__':\n    helper(T)",
+    "while True: main()",
+    "for _ in range(9): T.append(main())",
+    "board = [[0]]\nboard.append([0])",
+    "len(board)",
+    "helper",
+    "input('key? ')",
 ]
 
 

@@ -139,9 +139,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert out == ""
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [(theirs, ours) for ours, *others in cli.SYNONYMS for theirs in others]
-)
+@pytest.mark.parametrize(("theirs", "ours"), [(theirs, ours) for ours, *others in cli.SYNONYMS for theirs in others])
 def test_names_that_people_know_from_elsewhere_are_answered_with_ours(
     theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,9 +319,7 @@ DEEP = "[" * 200_000 + "]" * 200_000
 
 @pytest.mark.parametrize("timeout", ['[5, "--unsafe-no-jail"]', '"5 --unsafe-no-jail"', '"--unsafe-no-jail"', DEEP],
                          ids=["a list", "a string", "an option", "200,000 brackets"])  # fmt: skip
-def test_a_program_cannot_switch_the_jail_off(
-    timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_cannot_switch_the_jail_off(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The options in its first line are written by whoever wrote the file.  Brackets ended in a traceback."""
     path = tmp_path / "hostile.py"
     path.write_text(f'# made for {{"held_out": ["4:2048"], "timeout": {timeout}}}\n{CONSTANT}')

@@ -13,7 +13,7 @@ import pytest
 import gpt_2048_rl as program
 from tests.preloaded import call
 from tests.programs import PROGRAMS, REWARD_BOARDS, SKILL_BOARDS, recorded_games, refereed, wrongly_paid
-from tests.test_rewards import fenced
+from tests.script.test_rewards import fenced
 from toolkit.run import watcher
 
 BOARDS = tuple(range(101, 109))

@@ -205,9 +205,7 @@ def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
     assert not list(here.iterdir())
 
 
-def test_a_damaged_adapter_gets_one_line(
-    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_adapter_gets_one_line(learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = Path(shutil.copytree(learned / "adapter", tmp_path / "adapter"))
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -417,8 +415,10 @@ def test_transformers_4_reads_the_rope_of_transformers_5(kind: str, tmp_path: Pa
 
     other_rope(kind, tmp_path)
     export.for_transformers_4(tmp_path)
-    code = ("import json, sys; from transformers import AutoConfig; c = AutoConfig.from_pretrained(sys.argv[1]); "
-            "print(json.dumps({'rope_type': 'default', **(c.rope_scaling or {}), 'rope_theta': c.rope_theta}))")
+    code = (
+        "import json, sys; from transformers import AutoConfig; c = AutoConfig.from_pretrained(sys.argv[1]); "
+        "print(json.dumps({'rope_type': 'default', **(c.rope_scaling or {}), 'rope_theta': c.rope_theta}))"
+    )
     words = [str(TRANSFORMERS4 / "bin/python"), "-c", code, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.preloaded import call
-from tests.test_train import loaded
+from tests.script.test_train import loaded
 from toolkit import UsageError
 from toolkit.run import watch
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 PINS = [
     requirement
     for group in tomllib.loads((PROJECT / "pyproject.toml").read_text())["dependency-groups"].values()
