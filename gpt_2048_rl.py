@@ -745,8 +745,9 @@ def _fix_random(seed: int) -> None:
     random.seed = vars(random)["_inst"].seed
 
 
-def _guarded_import(name: str, globals: object = None, locals: object = None, fromlist: object = (),
-                    level: int = 0) -> ModuleType:  # fmt: skip
+def _guarded_import(
+    name: str, globals: object = None, locals: object = None, fromlist: object = (), level: int = 0
+) -> ModuleType:
     """`__import__` for strategies: the allowed modules and no others, but for that which prints long numbers."""
     if level or name.partition(".")[0] not in (*ALLOWED_MODULES, "__future__", "_pylong"):
         raise ImportError(f"{name} may not be imported here; allowed are {', '.join(ALLOWED_MODULES)}")
@@ -1075,8 +1076,10 @@ class Referee:
 def _no_verdict(job: Job, source: str | None, works: str, outcome: str, detail: str, cheating: str = "") -> Verdict:
     """The verdict on a text that never played: its boards stay as they start."""
     starts = [GameBoard(job.size, seed, job.target) for seed in job.seeds]
-    results = (GameResult(seed, outcome, 0, game.max_tile(), game.score(), 0.0, printable(detail))
-               for seed, game in zip(job.seeds, starts, strict=True))  # fmt: skip
+    results = (
+        GameResult(seed, outcome, 0, game.max_tile(), game.score(), 0.0, printable(detail))
+        for seed, game in zip(job.seeds, starts, strict=True)
+    )
     return Verdict(source, works, cheating, tuple(results))
 
 
@@ -1214,9 +1217,14 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
         with theirs:  # a socket, because reads and writes of a pipe have no time limit
-            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/",
-                                             env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
-                                             start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                cwd="/",
+                env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
+                start_new_session=True,
+            )
         if self._closed:  # by another thread, at this moment
             self._process.kill()
 
@@ -1317,8 +1325,11 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         import threading
 
         said = f"the text is longer than {LIMITS.text_chars} characters"
-        verdicts = {job: _no_verdict(job, None, "none", "no_function", said)
-                    for job in jobs if len(job.text) > LIMITS.text_chars}  # fmt: skip
+        verdicts = {
+            job: _no_verdict(job, None, "none", "no_function", said)
+            for job in jobs
+            if len(job.text) > LIMITS.text_chars
+        }
         todo, errors = deque(job for job in dict.fromkeys(jobs) if job not in verdicts), list[BaseException]()
 
         def serve(worker: _Worker) -> None:
@@ -1370,9 +1381,16 @@ def shared_pool(jailed: bool | None = None) -> Pool:
         return _shared[0]
 
 
-def execute_strategies(sources: Sequence[str], seeds: Sequence[int], size: int = 6, target: int = 2048,
-                       keys: str = "bepo", timeout: float = 5.0, record: bool = False,
-                       pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
+def execute_strategies(
+    sources: Sequence[str],
+    seeds: Sequence[int],
+    size: int = 6,
+    target: int = 2048,
+    keys: str = "bepo",
+    timeout: float = 5.0,
+    record: bool = False,
+    pool: Pool | None = None,
+) -> list[list[GameResult]]:
     """Play many strategies, each on all seeds, over the pool's workers.  One result per seed, for each source.  Never
     raises for what a strategy does; ValueError for a game that cannot be.  `timeout` as in Job."""
     parts = [tuple(seeds[i : i + 4]) for i in range(0, len(seeds), 4)]  # small parts keep all workers busy to the end
@@ -1405,8 +1423,10 @@ def judge(completions: Sequence[Any], **kwargs: Any) -> list[Verdict]:
     names = kwargs.keys() & {"size", "target", "keys", "timeout", "reasons", "record"}
     rows = [{name: kwargs[name][i] for name in names} for i in range(len(completions))]
     boards = map(tuple, kwargs.get("seeds", [BOARDS] * len(completions)))
-    jobs = (Job(completion_text(completion), seeds, completion=True, **row)
-            for completion, seeds, row in zip(completions, boards, rows, strict=True))  # fmt: skip
+    jobs = (
+        Job(completion_text(completion), seeds, completion=True, **row)
+        for completion, seeds, row in zip(completions, boards, rows, strict=True)
+    )
     return _judge_batch(tuple(jobs))
 
 
@@ -1706,8 +1726,9 @@ def check_config(config: Any) -> None:
     if not re.fullmatch(r"|(?!latest$)[^\s./][^/\x00-\x1f]{0,60}(?<!\s)", run := getattr(config, "run_name", "")):
         raise UsageError(f"--run-name must be the name of one folder, not {run[:60]!r}")
     if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
-        raise UsageError(f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
-                         f"({config.generations})")  # fmt: skip
+        raise UsageError(
+            f"--batch-size times --accumulation ({together}) must be a multiple of --generations ({config.generations})"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1746,15 +1767,19 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     import torch
     from safetensors import SafetensorError
 
-    if not (gpu := torch.cuda.is_available()):  # there are no 4-bit kernels
-        load = {"load_in_4bit": False, "use_gradient_checkpointing": False}
-    dtype = None if gpu else torch.float32
+    dtype = None if torch.cuda.is_available() else torch.float32
     try:
-        model, tokenizer = machine.load_plain(name, dtype or torch.bfloat16) if plain else (
-            unsloth.FastLanguageModel.from_pretrained(model_name=name, max_seq_length=config.max_seq_length,
-                                                      dtype=dtype, random_state=config.seed,
-                                                      trust_remote_code=False, **load)
-        )  # fmt: skip
+        if plain:
+            model, tokenizer = machine.load_plain(name, dtype or torch.bfloat16)
+        else:
+            model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
+                model_name=name,
+                max_seq_length=config.max_seq_length,
+                dtype=dtype,
+                random_state=config.seed,
+                trust_remote_code=False,
+                **load,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
@@ -1783,18 +1808,31 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **numbers))
     from unsloth import FastLanguageModel
 
-    return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=torch.cuda.is_available(),
-                                            random_state=config.seed, **numbers)  # fmt: skip
+    return FastLanguageModel.get_peft_model(
+        model, use_gradient_checkpointing=torch.cuda.is_available(), random_state=config.seed, **numbers
+    )
 
 
 def sample_batch(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:
     """A completion of each prompt, all at once."""
     batch = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": asked}] for asked in prompts], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, padding=True, tokenizer_kwargs={"padding_side": "left"},
-        **template_arguments(config.reasoning)).to(model.device)  # (B, T)  # fmt: skip
-    ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, do_sample=True, top_k=0, top_p=1.0,
-                         temperature=config.temperature, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+        [[{"role": "user", "content": asked}] for asked in prompts],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+        **template_arguments(config.reasoning),
+    ).to(model.device)  # (B, T)
+    ids = model.generate(
+        **batch,
+        max_new_tokens=config.max_new_tokens,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=config.temperature,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     texts: list[str] = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
@@ -1852,8 +1890,9 @@ class Evaluator:
         """A game as this evaluator plays it."""
         return GameBoard(self.size, seed, self.goal)
 
-    def play(self, sources: Sequence[str], seeds: Sequence[int], record: bool = False,
-             pool: Pool | None = None) -> list[list[GameResult]]:  # fmt: skip
+    def play(
+        self, sources: Sequence[str], seeds: Sequence[int], record: bool = False, pool: Pool | None = None
+    ) -> list[list[GameResult]]:
         """Every program's games on some boards, in the shared pool or another."""
         game = self.size, self.goal, self.config.keys, self.config.timeout
         return execute_strategies(sources, seeds, *game, record, pool)
@@ -1873,8 +1912,10 @@ class Evaluator:
     def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> list[Verdict]:
         """The verdict on each answer, after its games on its boards."""
         c = self.config
-        jobs = [Job(answer, tuple(seeds), self.size, self.goal, c.keys, c.timeout, True, c.reasoning != "none")
-                for answer, seeds in zip(answers, boards, strict=True)]  # fmt: skip
+        jobs = [
+            Job(answer, tuple(seeds), self.size, self.goal, c.keys, c.timeout, True, c.reasoning != "none")
+            for answer, seeds in zip(answers, boards, strict=True)
+        ]
         return by_first_rank(lambda: shared_pool().judge(jobs))
 
 
@@ -1922,12 +1963,22 @@ class Rollouts:
         """Write down a step: this rank's completions, and all ranks' rewards with their weighted sum (B, R + 1)."""
         from accelerate.utils import gather_object
 
-        rows = [{"text": completion_text(completion), **logged(verdict, columns["size"][0])}
-                for completion, verdict in zip(completions, judge(completions, **columns), strict=True)]  # fmt: skip
-        rows = [row | {"reward": round(values[-1], 4)}  # the sum
-                for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)]  # fmt: skip
-        self.add({"step": self.last["step"] + 1, "size": columns["size"][0], "target": columns["target"][0],
-                  "completions": rows})  # fmt: skip
+        rows = [
+            {"text": completion_text(completion), **logged(verdict, columns["size"][0])}
+            for completion, verdict in zip(completions, judge(completions, **columns), strict=True)
+        ]
+        rows = [
+            row | {"reward": round(values[-1], 4)}  # the sum
+            for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)
+        ]
+        self.add(
+            {
+                "step": self.last["step"] + 1,
+                "size": columns["size"][0],
+                "target": columns["target"][0],
+                "completions": rows,
+            }
+        )
         if RANK == 0:
             self.write(self.last)
 
@@ -2054,10 +2105,18 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
             "scale_rewards", "entropy_coef", "beta", "save_steps")  # fmt: skip
     arguments = GRPOConfig(
         **{name: getattr(config, name) for name in same},  # TRL's names
-        output_dir=str(run), max_steps=config.steps, logging_steps=1, report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=config.accumulation,
-        num_generations=config.generations, max_completion_length=config.max_new_tokens, seed=config.seed,
-        chat_template_kwargs=template_arguments(config.reasoning), reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
+        output_dir=str(run),
+        max_steps=config.steps,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulation,
+        num_generations=config.generations,
+        max_completion_length=config.max_new_tokens,
+        seed=config.seed,
+        chat_template_kwargs=template_arguments(config.reasoning),
+        reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
@@ -2067,13 +2126,23 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         **({"gradient_checkpointing": gpu} if plain else {"unsloth_grpo_mini_batch": 1} if gpu else {}),
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
-        save_strategy="steps", use_cpu=not gpu, bf16=gpu, dataloader_pin_memory=gpu)  # fmt: skip
-    return trainer_class(rollouts, config, run)(model=model, processing_class=tokenizer, args=arguments,
-                                                train_dataset=rows, reward_funcs=[*REWARDS, ends_in_time])  # fmt: skip
+        save_strategy="steps",
+        use_cpu=not gpu,
+        bf16=gpu,
+        dataloader_pin_memory=gpu,
+    )
+    return trainer_class(rollouts, config, run)(
+        model=model,
+        processing_class=tokenizer,
+        args=arguments,
+        train_dataset=rows,
+        reward_funcs=[*REWARDS, ends_in_time],
+    )
 
 
-def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console,
-          games: BackgroundGames) -> watch.Progress:  # fmt: skip
+def learn(
+    model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console, games: BackgroundGames
+) -> watch.Progress:
     """Train, from the newest checkpoint on, and save the adapter.  `games` are the controls', which play meanwhile."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
@@ -2092,8 +2161,10 @@ def learn(model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: C
 def start_players(config: GameOptions) -> Pool:
     """The shared pool, with or without the jail as the command line says."""
     if config.unsafe_no_jail and RANK == 0:
-        print("warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
-              file=sys.stderr)  # fmt: skip
+        print(
+            "warning: --unsafe-no-jail: model-written code runs with all your rights, on your files and your network",
+            file=sys.stderr,
+        )
     return shared_pool(jailed=not config.unsafe_no_jail)
 
 
@@ -2159,8 +2230,9 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[
         source, results = ask(config, sys.modules[__name__], console)
     else:
         source = read_strategy(Path(config.file), pool)
-        (results,) = execute_strategies([source], config.seeds, config.size, config.target, config.keys,
-                                        config.timeout, record=True)  # fmt: skip
+        (results,) = execute_strategies(
+            [source], config.seeds, config.size, config.target, config.keys, config.timeout, record=True
+        )
     if config.watch and results:
         game = GameBoard(config.size, results[0].seed, config.target)
         watch.replay(console, game, list(map(int, results[0].moves)), f"seed {results[0].seed}", config.delay)

@@ -147,9 +147,12 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
     try:
         with contextlib.redirect_stderr(complaint):
             parsed: Any = tyro.cli(
-                grouped(kind, default) if groups else kind, args=list(argv), prog=prog,
-                description=inspect.getdoc(kind), config=(tyro.conf.PositionalRequiredArgs, tyro.conf.OmitArgPrefixes),
-            )  # fmt: skip
+                grouped(kind, default) if groups else kind,
+                args=list(argv),
+                prog=prog,
+                description=inspect.getdoc(kind),
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.OmitArgPrefixes),
+            )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
@@ -227,8 +230,11 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
 
     if file := chosen(argv, {"config": ""}, "resume")["config"]:
         argv = [*words_of_file(Path(file), kind), *argv]
-    given = chosen(argv, {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "",
-                          "output_dir": "outputs"}, "resume")  # fmt: skip
+    given = chosen(
+        argv,
+        {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "", "output_dir": "outputs"},
+        "resume",
+    )
     model = machine.resolve_model(given["model"])
     run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
     default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])
@@ -239,8 +245,11 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         runs.check_unchanged(config, default, CHANGEABLE | set(runs.SPLIT if alike else ()))
         config.output_dir, config.run_name = default.output_dir, default.run_name
         for option in runs.forgotten(run, config) if RANK == 0 else ():
-            print(f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
-                  "have it", file=sys.stderr)  # fmt: skip
+            print(
+                f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
+                "have it",
+                file=sys.stderr,
+            )
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.objective == "max_at_k" and config.max_at > config.generations:
@@ -248,8 +257,10 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     if config.recipe == "published" and config.objective != "mean":
         raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
     if config.loss_type == "dr_grpo" and config.scale_rewards == "group" and config.loader == "unsloth":
-        raise UsageError("--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would "
-                         "leave the rewards unscaled; or name --scale-rewards none or batch")  # fmt: skip
+        raise UsageError(
+            "--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would "
+            "leave the rewards unscaled; or name --scale-rewards none or batch"
+        )
     trackers.named(config.report_to)
     if config.loader == "unsloth" and SHARDED:
         raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
@@ -270,8 +281,9 @@ def program_file(name: str) -> Path:
     return path / runs.BEST_PROGRAM
 
 
-def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any],
-                  check: Callable[[Any], None]) -> Any:  # fmt: skip
+def with_own_game(
+    config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
+) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit.model import machine
     from toolkit.run import runs
@@ -403,8 +415,10 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        print(f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -43,8 +43,10 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     except (OSError, SafetensorError) as error:
         if not is_whole(folder):  # otherwise another run was faster, and its model is the same
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to "
-                             "another folder") from None  # fmt: skip
+            raise UsageError(
+                f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to "
+                "another folder"
+            ) from None
     finally:
         if unfinished:
             shutil.rmtree(unfinished, ignore_errors=True)

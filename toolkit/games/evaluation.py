@@ -92,8 +92,15 @@ def score(largest_tiles: Sequence[int], target: int) -> Score:
     low, high = wilson_interval(won, games)
     median = statistics.median_low(largest_tiles) if largest_tiles else 0.0
     level = statistics.fmean(map(math.log2, largest_tiles)) if largest_tiles else 0.0
-    return Score(games, round(won / max(1, games), 4), round(low, 4), round(high, 4), median, round(level, 4),
-                 tuple(largest_tiles))  # fmt: skip
+    return Score(
+        games,
+        round(won / max(1, games), 4),
+        round(low, 4),
+        round(high, 4),
+        median,
+        round(level, 4),
+        tuple(largest_tiles),
+    )
 
 
 def read_score(row: Mapping[str, Any]) -> Score:
@@ -129,8 +136,10 @@ class HeldOut:
 def without_skill(stage: str, played: HeldOut) -> str:
     """What a reader has to know of a stage that random and blind programs may solve."""
     random, blind = (f"{played.scores[player].won:.0%}" for player in (RANDOM, ROTATION))
-    return (f"On {stage}, games end at {played.target}. Random legal moves make it in {random} of them, four keys in "
-            f"turn, without a look at the board, in {blind}.")  # fmt: skip
+    return (
+        f"On {stage}, games end at {played.target}. Random legal moves make it in {random} of them, four keys in "
+        f"turn, without a look at the board, in {blind}."
+    )
 
 
 def read_scores(result: Mapping[str, Any]) -> dict[str, HeldOut]:
@@ -184,7 +193,7 @@ class Pair:
 
 def compare_players(
     stage: str, target: int, first: str, a: Mapping[str, int], second: str, b: Mapping[str, int]
-) -> Pair:  # fmt: skip
+) -> Pair:
     """Compare two players on the boards that both played; `a` and `b` hold their largest tiles by board."""
     both = [(a[board], b[board]) for board in a if board in b]
     won = sum(x >= target > y for x, y in both), sum(y >= target > x for x, y in both)
@@ -196,9 +205,12 @@ def pairs_within(held_out: Mapping[str, HeldOut]) -> list[Pair]:
     """What a run has learned, by stage: the trained model and its best program against the controls."""
     rows = ((AFTER, BEFORE), (AFTER, RANDOM), (AFTER, ROTATION), (AFTER, GREEDY), (BEST, BEST_OF_N), (BEST, GREEDY),
             (BEST, EXPERT))  # fmt: skip
-    return [compare_players(stage, played.target, a, played.by_board(a), b, played.by_board(b))
-            for stage, played in held_out.items()
-            for a, b in rows if {a, b} <= played.scores.keys()]  # fmt: skip
+    return [
+        compare_players(stage, played.target, a, played.by_board(a), b, played.by_board(b))
+        for stage, played in held_out.items()
+        for a, b in rows
+        if {a, b} <= played.scores.keys()
+    ]
 
 
 def pairs_between(results: Mapping[str, Mapping[str, HeldOut]]) -> list[Pair]:
@@ -208,13 +220,24 @@ def pairs_between(results: Mapping[str, Mapping[str, HeldOut]]) -> list[Pair]:
         if not held_out:
             raise UsageError(f"{name} has no result: it has not ended")
     for (first, a), (second, b) in combinations(results.items(), 2):
-        common = [stage for stage, played in a.items() if stage in b and played.target == b[stage].target
-                  and set(played.boards) & set(b[stage].boards)]  # fmt: skip
+        common = [
+            stage
+            for stage, played in a.items()
+            if stage in b and played.target == b[stage].target and set(played.boards) & set(b[stage].boards)
+        ]
         if not common:
             raise UsageError(f"{first} and {second} have no board in common: name runs of one --held-out and machine")
         for stage, player in product(common, (AFTER, BEST)):
             ours, theirs = a[stage], b[stage]
             if player in ours.scores and player in theirs.scores:
-                pairs.append(compare_players(stage, ours.target, f"{first}, {player}", ours.by_board(player),
-                                             f"{second}, {player}", theirs.by_board(player)))  # fmt: skip
+                pairs.append(
+                    compare_players(
+                        stage,
+                        ours.target,
+                        f"{first}, {player}",
+                        ours.by_board(player),
+                        f"{second}, {player}",
+                        theirs.by_board(player),
+                    )
+                )
     return pairs

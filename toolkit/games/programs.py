@@ -213,8 +213,12 @@ class BackgroundGames:
     def add(self, sources: Mapping[str, str]) -> None:
         """Begin to play some named programs.  What a spare worker does not play or fails at, scores() plays."""
         self._sources |= sources
-        self._left += [((stage, name), board) for stage, evaluator in self.evaluators.items() for name in sources
-                       for board in evaluator.held_out]  # fmt: skip
+        self._left += [
+            ((stage, name), board)
+            for stage, evaluator in self.evaluators.items()
+            for name in sources
+            for board in evaluator.held_out
+        ]
         if not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._play_beside, daemon=True)
             self._thread.start()
@@ -240,8 +244,10 @@ class BackgroundGames:
         for whose, left in groupby(list(self._left), key=itemgetter(0)):
             for boards in in_parts([board for _, board in left], f"playing: {whose[1]}", PART):
                 self._play(whose, boards)
-        return {stage: {name: score(evaluator, self.games[stage, name]) for name in self._sources}
-                for stage, evaluator in self.evaluators.items()}  # fmt: skip
+        return {
+            stage: {name: score(evaluator, self.games[stage, name]) for name in self._sources}
+            for stage, evaluator in self.evaluators.items()
+        }
 
 
 def start_controls(
@@ -278,8 +284,11 @@ def sampled_programs(evaluator: Evaluator, model: Any, tokenizer: Any, count: in
     answers = evaluator.answers(model, tokenizer, count, range(evaluator.config.wordings), **other)
     board = evaluator.boards(1, "sampled")
     verdicts = [evaluator.judge(part, [board] * len(part)) for part in in_parts(answers, "playing", 4 * PART)]
-    scores = {verdict.source: verdict.results[0].score for verdict in chain(*verdicts)
-              if verdict.source and verdict.works == "load" and not verdict.cheating}  # fmt: skip
+    scores = {
+        verdict.source: verdict.results[0].score
+        for verdict in chain(*verdicts)
+        if verdict.source and verdict.works == "load" and not verdict.cheating
+    }
     return sorted(scores, key=scores.__getitem__, reverse=True)
 
 

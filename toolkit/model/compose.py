@@ -106,8 +106,10 @@ def key_expression(rng: random.Random, kind: str, keys: str) -> str:
     if kind in SEARCHES:
         return f"max(after, key=lambda key: {kind}(after[key]))"
     count = int(kind[-1]) if kind.startswith("draw") else rng.choice(KEY_COUNTS)
-    index = {"cycle": f"{rng.choice(FACTORS)}¦ * {rng.choice(STATES)}¦ % {count}",
-             "turns": f"len(turns) % {count}"}.get(kind, f"random.randrange({count})")  # fmt: skip
+    index = {
+        "cycle": f"{rng.choice(FACTORS)}¦ * {rng.choice(STATES)}¦ % {count}",
+        "turns": f"len(turns) % {count}",
+    }.get(kind, f"random.randrange({count})")
     return f'"¦{some_keys(rng, keys, count)}¦"[¦{index}]'
 
 

@@ -74,12 +74,19 @@ def share_prefixes(model: Any) -> None:
         return output
 
     @wraps(whole)
-    def forward(input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None,
-                logits_to_keep: Any = 0, **options: Any) -> Any:  # fmt: skip
+    def forward(
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+        logits_to_keep: Any = 0,
+        **options: Any,
+    ) -> Any:
         B, T = (1, 1) if input_ids is None else input_ids.shape
         if B > 1 and T > 1 and past_key_values is not None and past_key_values.get_seq_length() == 0:
-            output = distinct(input_ids, attention_mask, past_key_values=past_key_values,
-                              logits_to_keep=logits_to_keep, **options)  # fmt: skip
+            output = distinct(
+                input_ids, attention_mask, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **options
+            )
             give_room(output.past_key_values)
             return output
         if B > 1 and past_key_values is None and not use_cache and 0 < logits_to_keep < T:
@@ -87,8 +94,14 @@ def share_prefixes(model: Any) -> None:
             mask = None if attention_mask is None else attention_mask[:, :before]
             past_key_values = distinct(input_ids[:, :before], mask, logits_to_keep=1).past_key_values
             input_ids, use_cache, logits_to_keep = input_ids[:, before:], True, 0
-        return whole(input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
-                     use_cache=use_cache, logits_to_keep=logits_to_keep, **options)  # fmt: skip
+        return whole(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **options,
+        )
 
     model.forward = forward
 

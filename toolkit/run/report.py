@@ -143,13 +143,24 @@ def score_table(stage: str, scores: Mapping[str, Score], target: int) -> Table:
         median, interval = score.largest_tile_median, median_interval(score.tiles)
         low, high = interval or (median, median)
         marks = [math.log2(max(2, tile)) / math.log2(max(2, largest)) for tile in (low, median, high)]
-        rows.append([player, (f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
-                              (score.won_low, score.won, score.won_high)),
-                     (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
-                     f"{score.mean_log2_tile:.2f}", str(score.games)])  # fmt: skip
+        rows.append(
+            [
+                player,
+                (
+                    f"{score.won:.0%}",
+                    f"{score.won_low:.0%} to {score.won_high:.0%}",
+                    (score.won_low, score.won, score.won_high),
+                ),
+                (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
+                f"{score.mean_log2_tile:.2f}",
+                str(score.games),
+            ]
+        )
     head = f"{stage}, held out", f"made {target}", "median largest tile", "mean log2", "games"
-    note = ("Below each figure: its 95% interval, Wilson's for shares, order statistics for medians. The lines run "
-            f"from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale.")  # fmt: skip
+    note = (
+        "Below each figure: its 95% interval, Wilson's for shares, order statistics for medians. The lines run "
+        f"from 0% to 100%, and from tile 1 to {largest:.0f} on a logarithmic scale."
+    )
     return Table(head, rows, note)
 
 
@@ -163,12 +174,20 @@ def pair_tables(stage: str, pairs: Sequence[Pair], target: int) -> list[Part]:
         return f"{first} : {second}", "p < 0.001" if p < 0.001 else f"p = {p:.3f}", ()
 
     rows: list[list[Cell]] = [
-        [f"{p.first} against {p.second}", split(p.won_first, p.won_second, p.won_p),
-         split(p.higher_first, p.higher_second, p.higher_p), str(p.boards)] for p in pairs]  # fmt: skip
+        [
+            f"{p.first} against {p.second}",
+            split(p.won_first, p.won_second, p.won_p),
+            split(p.higher_first, p.higher_second, p.higher_p),
+            str(p.boards),
+        ]
+        for p in pairs
+    ]
     head = f"{stage}, board by board", f"only one made {target}", "higher largest tile", "boards"
-    note = ("The number of boards on which the first and the second did better; on the others they are equal. Exact "
-            "McNemar test for the target, sign test for the largest tile. Both are two-sided and not corrected for "
-            f"multiple testing ({2 * len(pairs)} tests).")  # fmt: skip
+    note = (
+        "The number of boards on which the first and the second did better; on the others they are equal. Exact "
+        "McNemar test for the target, sign test for the largest tile. Both are two-sided and not corrected for "
+        f"multiple testing ({2 * len(pairs)} tests)."
+    )
     return [Table(head, rows, note)]
 
 
@@ -232,16 +251,20 @@ TEMPLATE = Path(__file__).with_name("report_template.html")
 def headline(run: Run) -> str:
     """The result in a few sentences."""
     if not run.held_out:
-        return (f"This run has no result: it was stopped, or is still training. It has done "
-                f"{max(run.steps, default=0)} of {run.config['steps']} steps.")  # fmt: skip
+        return (
+            f"This run has no result: it was stopped, or is still training. It has done "
+            f"{max(run.steps, default=0)} of {run.config['steps']} steps."
+        )
     stage, played = next(iter(run.held_out.items()))
     score = played.scores[AFTER]
     sampled = run.result.get("races", {}).get("best_of_n", {}).get("sampled", "N")
     named = {BEST: "the run's best program", BEST_OF_N: f"the best of {sampled} programs of the untrained model",
              RANDOM: RANDOM}  # fmt: skip
     others = [f"{name} in {played.scores[player].won:.0%}" for player, name in named.items() if player in played.scores]
-    said = (f"In {score.games} games on held-out {stage} boards, programs sampled from the trained model made "
-            f"{played.target} in {score.won:.0%}, {', '.join(others)}.")  # fmt: skip
+    said = (
+        f"In {score.games} games on held-out {stage} boards, programs sampled from the trained model made "
+        f"{played.target} in {score.won:.0%}, {', '.join(others)}."
+    )
     if run.result.get("ended"):
         said += f" Training was stopped: {run.result['ended']}."
     if run.result.get("jailed") is False:
@@ -255,15 +278,25 @@ def curve_charts(run: Run) -> Grid:
     def named(**names: str) -> dict[str, dict[int, float]]:
         return {name.replace("_", " "): run.curves.get(curve, {}) for name, curve in names.items()}
 
-    outcomes = {name.replace("_", " ").replace("success", "won"): curve for name in OUTCOMES
-                if any((curve := run.curves.get(f"outcomes/{name}", {})).values())}  # fmt: skip
-    return Grid([
-        *charts("Reward of an answer", named(mean="reward"), "number"),
-        *charts("How games ended", outcomes, "percent", stacked=True),
-        *charts("Largest tile (a game ends at its target)",
-                named(target="games/target", median_of_games="games/largest_tile"), "tile"),
-        *charts("Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"),
-    ])  # fmt: skip
+    outcomes = {
+        name.replace("_", " ").replace("success", "won"): curve
+        for name in OUTCOMES
+        if any((curve := run.curves.get(f"outcomes/{name}", {})).values())
+    }
+    return Grid(
+        [
+            *charts("Reward of an answer", named(mean="reward"), "number"),
+            *charts("How games ended", outcomes, "percent", stacked=True),
+            *charts(
+                "Largest tile (a game ends at its target)",
+                named(target="games/target", median_of_games="games/largest_tile"),
+                "tile",
+            ),
+            *charts(
+                "Games that made the target", named(won="games/won", random_legal_moves="games/random_won"), "percent"
+            ),
+        ]
+    )
 
 
 def stage_table(run: Run) -> Table:
@@ -282,8 +315,10 @@ def changes(run: Run) -> Grid:
         ranked = sorted(step.attempts, key=lambda attempt: (attempt.reward, sum(attempt.tiles)))
         middle, best = ranked[len(ranked) // 2], ranked[-1]
         different = len({attempt.source for attempt in ranked})
-        said = (f"{step.stage}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
-                f"{different} different programs in {len(ranked)} answers.")  # fmt: skip
+        said = (
+            f"{step.stage}, rewards from {ranked[0].reward:.1f} to {best.reward:.1f}, "
+            f"{different} different programs in {len(ranked)} answers."
+        )
         programs = Listing(f"Best: {best}", best.source), Listing(f"Middle: {middle}", middle.source)
         cards.append(Card(f"Step {number}", said, programs))
     shares = {"load": "games/works", "differ from the others of their group": "games/distinct"}
@@ -314,11 +349,15 @@ def best_programs(run: Run, count: int = 5) -> list[Part]:
     tiles = {source: [tile for _, attempt in made for tile in attempt.tiles] for source, made in tries.items()}
     ranked = sorted(tiles, key=lambda source: (statistics.fmean(tiles[source]), len(tiles[source])), reverse=True)
     return [
-        Listing(f"{place}. {last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
-                f"{'games' if len(tiles[source]) > 1 else 'game'}), "
-                f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
-                f"written at step {tries[source][0][0]}", source)
-        for place, source in enumerate(ranked[:count], 1)]  # fmt: skip
+        Listing(
+            f"{place}. {last}: largest tile {statistics.fmean(tiles[source]):.0f} (mean of {len(tiles[source])} "
+            f"{'games' if len(tiles[source]) > 1 else 'game'}), "
+            f"reward {statistics.fmean(attempt.reward for _, attempt in tries[source]):.1f}, "
+            f"written at step {tries[source][0][0]}",
+            source,
+        )
+        for place, source in enumerate(ranked[:count], 1)
+    ]
 
 
 def write_page(file: Path, title: str, lead: str, sections: Sequence[Section], games: Mapping[str, Any]) -> Path:
@@ -329,10 +368,21 @@ def write_page(file: Path, title: str, lead: str, sections: Sequence[Section], g
     from jinja2 import Environment, StrictUndefined
 
     template = TEMPLATE.read_text(encoding="utf-8")
-    hashes = {tag: base64.b64encode(hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[0].encode())
-                                    .digest()).decode() for tag in ("style", "script")}  # fmt: skip
-    policy = "; ".join(("default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'",
-                        *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items())))  # fmt: skip
+    hashes = {
+        tag: base64.b64encode(
+            hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[0].encode()).digest()
+        ).decode()
+        for tag in ("style", "script")
+    }
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            *(f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items()),
+        )
+    )
     # Every value becomes visible text; what has __html__ is HTML already: the result of a macro or of tojson.
     environment = Environment(
         autoescape=True,
@@ -340,8 +390,12 @@ def write_page(file: Path, title: str, lead: str, sections: Sequence[Section], g
         finalize=lambda value: value if hasattr(value, "__html__") else visible(value),
     )
     page = environment.from_string(template).render(
-        policy=policy, title=title, lead=lead, sections=[section for section in sections if section[1]],
-        games=[{**game, "name": name} for name, game in games.items() if game])  # fmt: skip
+        policy=policy,
+        title=title,
+        lead=lead,
+        sections=[section for section in sections if section[1]],
+        games=[{**game, "name": name} for name, game in games.items() if game],
+    )
     try:
         write_whole(file, page)
     except OSError as error:
@@ -358,9 +412,11 @@ def report_of(run: Run) -> tuple[str, str, list[Section], dict[str, Any]]:
         tables += [Paragraph(without_skill(stage, played))] if i else []
         tables += pair_tables(stage, pairs, played.target)
     facts = {**run.config, **{f"at the end: {name}": value for name, value in run.result.items() if name not in HIDDEN}}
-    known = [[name, " ".join(map(str, value)) if isinstance(value, list) else str(value)]
-             for name, value in facts.items()
-             if name not in HIDDEN and isinstance(value, str | int | float | list)]  # fmt: skip
+    known = [
+        [name, " ".join(map(str, value)) if isinstance(value, list) else str(value)]
+        for name, value in facts.items()
+        if name not in HIDDEN and isinstance(value, str | int | float | list)
+    ]
     sections: list[Section] = [
         ("Result", tables),
         ("Training", [stage_table(run), curve_charts(run)] if run.steps else []),
@@ -387,8 +443,11 @@ def try_report(folder: Path) -> str:
 
 def at_stage(runs: Mapping[str, Run], stage: str, target: int) -> dict[str, dict[str, Score]]:
     """The scores at a stage by run and player."""
-    return {name: run.held_out[stage].scores for name, run in runs.items()
-            if stage in run.held_out and run.held_out[stage].target == target}  # fmt: skip
+    return {
+        name: run.held_out[stage].scores
+        for name, run in runs.items()
+        if stage in run.held_out and run.held_out[stage].target == target
+    }
 
 
 def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path) -> Path:
@@ -398,8 +457,12 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
     for stage, target in stages:
         played = at_stage(runs, stage, target)
         same = {*CONTROLS.values()} - {BEST_OF_N}  # of every run
-        scores = {f"{name}, {player}": score for name, players in played.items() for player, score in players.items()
-                  if player not in same}  # fmt: skip
+        scores = {
+            f"{name}, {player}": score
+            for name, players in played.items()
+            for player, score in players.items()
+            if player not in same
+        }
         scores |= {player: score for player, score in next(iter(played.values())).items() if player in same}
         tables += [score_table(stage, scores, target), *pair_tables(stage, pairs, target)]
     curves: dict[str, tuple[str, Form]] = {
@@ -412,8 +475,11 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
     for title, (curve, form) in curves.items():
         drawn += charts(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)
     settings = {name for run in runs.values() for name in run.config if name not in HIDDEN}
-    differ = [[name, *(str(run.config.get(name, "")) for run in runs.values())] for name in sorted(settings)
-              if len({str(run.config.get(name)) for run in runs.values()}) > 1]  # fmt: skip
+    differ = [
+        [name, *(str(run.config.get(name, "")) for run in runs.values())]
+        for name in sorted(settings)
+        if len({str(run.config.get(name)) for run in runs.values()}) > 1
+    ]
     sections: list[Section] = [
         ("Result", tables),
         ("Training", [Grid(drawn)] if drawn else []),
@@ -443,15 +509,26 @@ def show_stage(console: Console, stage: str, scores: Mapping[str, Score], pairs:
 
     table = Table(f"{stage}, {AFTER}", f"made {target}", "95% interval", "median tile", "games")
     for name, score in scores.items():
-        table.add_row(name, f"{score.won:.0%}", f"{score.won_low:.0%} to {score.won_high:.0%}",
-                      f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
-    tests = Table(f"{stage}, board by board", f"only one\nmade {target}", "p\n(McNemar)", "higher\ntile", "p\n(sign)",
-                  "boards")  # fmt: skip
+        table.add_row(
+            name,
+            f"{score.won:.0%}",
+            f"{score.won_low:.0%} to {score.won_high:.0%}",
+            f"{score.largest_tile_median:.0f}",
+            str(score.games),
+        )
+    tests = Table(
+        f"{stage}, board by board", f"only one\nmade {target}", "p\n(McNemar)", "higher\ntile", "p\n(sign)", "boards"
+    )
     for pair in pairs:
         (first, player), (second, _) = (name.rsplit(", ", 1) for name in (pair.first, pair.second))
-        tests.add_row(f"{player}:\n{first} : {second}", f"{pair.won_first} : {pair.won_second}", f"{pair.won_p:.2g}",
-                      f"{pair.higher_first} : {pair.higher_second}", f"{pair.higher_p:.2g}",
-                      str(pair.boards))  # fmt: skip
+        tests.add_row(
+            f"{player}:\n{first} : {second}",
+            f"{pair.won_first} : {pair.won_second}",
+            f"{pair.won_p:.2g}",
+            f"{pair.higher_first} : {pair.higher_second}",
+            f"{pair.higher_p:.2g}",
+            str(pair.boards),
+        )
     console.print(table, tests, sep="\n")
 
 
@@ -468,9 +545,17 @@ def compare(config: CompareConfig, console: Console) -> dict[str, Any]:
             show_stage(console, stage, scores, [p for p in pairs if (p.stage, p.target) == (stage, target)], target)
     console.print("Both tests are exact, two-sided and not corrected for multiple testing.")
     console.print(f"The page is {page}", soft_wrap=True)
-    printed = {name: {stage: {"target": played.target, **dataclasses.asdict(played.scores[AFTER]),
-                              "by_board": played.by_board(AFTER)} for stage, played in run.held_out.items()}
-               for name, run in runs.items()}  # fmt: skip
+    printed = {
+        name: {
+            stage: {
+                "target": played.target,
+                **dataclasses.asdict(played.scores[AFTER]),
+                "by_board": played.by_board(AFTER),
+            }
+            for stage, played in run.held_out.items()
+        }
+        for name, run in runs.items()
+    }
     return {"page": str(page), "runs": printed, "pairs": [dataclasses.asdict(pair) for pair in pairs]}
 
 

@@ -40,7 +40,7 @@ BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold t
 
 def stage_result(
     evaluator: Evaluator, scores: Mapping[str, evaluation.Score | None], others: Mapping[str, evaluation.Score]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A stage's entry in result.json; `others` are the controls."""
     return {
         "target": evaluator.target,
@@ -82,7 +82,7 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
 
 def score_untrained(
     run: Path, games: BackgroundGames, model: Any, tokenizer: Any, say: Callable[[Any], None]
-) -> dict[str, evaluation.Score]:  # fmt: skip
+) -> dict[str, evaluation.Score]:
     """The scores by stage of the model without its adapter.  They are measured once in a run, after training, because
     the first step should not wait for them."""
     file = run / "before.json"
@@ -97,9 +97,15 @@ def score_untrained(
 
 
 def write_result(
-    progress: watch.Progress, before: Mapping[str, evaluation.Score], after: Mapping[str, evaluation.Score],
-    best: Race, count: int, untrained: Sequence[str], started: float, say: Callable[[Any], None],
-) -> tuple[dict[str, Any], str]:  # fmt: skip
+    progress: watch.Progress,
+    before: Mapping[str, evaluation.Score],
+    after: Mapping[str, evaluation.Score],
+    best: Race,
+    count: int,
+    untrained: Sequence[str],
+    started: float,
+    say: Callable[[Any], None],
+) -> tuple[dict[str, Any], str]:
     """Compare a run with the controls and write result.json and the page.  Returns the result and the best program.
 
     `untrained` are the programs in `count` answers of the untrained model.
@@ -158,9 +164,7 @@ def surviving_lack_of_memory(run: Path, config: Any, say: Callable[[Any], None])
         raise
 
 
-def conclude(
-    progress: watch.Progress, model: Any, tokenizer: Any, started: float, console: Console
-) -> dict[str, Any]:  # fmt: skip
+def conclude(progress: watch.Progress, model: Any, tokenizer: Any, started: float, console: Console) -> dict[str, Any]:
     """End a run that has trained: evaluate the model, choose the best programs, and leave the result and the page.
 
     `started` is the run's time.monotonic().  The result is printed on `console`.  Returns what --json prints.
@@ -205,9 +209,13 @@ def conclude(
 
 
 def conclude_evaluation(
-    model: str, games: BackgroundGames, scores: Mapping[str, evaluation.Score], jailed: bool, started: float,
+    model: str,
+    games: BackgroundGames,
+    scores: Mapping[str, evaluation.Score],
+    jailed: bool,
+    started: float,
     console: Console,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compare a model or a program with the controls, and with the best of N if `model` is part of a run.
 
     `scores` are a model's by stage; a program's are among the `games`.  Prints the tables.  Returns what `eval --json`

@@ -183,16 +183,21 @@ def permissions(config: Any) -> list[str]:
 def forgotten(run: Path, config: RunConfig) -> list[str]:
     """The permissions with which a run began and which this config does not have, as options."""
     stored = read_json(run / "config.json")
-    return [f"--{name.replace('_', '-')}" for name, harmless in PERMISSIONS.items()
-            if stored.get(name, harmless[0]) not in harmless and getattr(config, name) in harmless]  # fmt: skip
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, harmless in PERMISSIONS.items()
+        if stored.get(name, harmless[0]) not in harmless and getattr(config, name) in harmless
+    ]
 
 
 def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[str]) -> None:
     """Raise UsageError if a resumed run would get another embedded model, or another value for a field."""
     origin = read_json(stored.output_dir / stored.run_name / "origin.json")
     if config.model == "tiny" and origin.get("tiny", tiny.VERSION) != tiny.VERSION:
-        raise UsageError(f"{stored.run_name} began with version {origin['tiny']} of the embedded model, and this is "
-                         f"{tiny.VERSION}: choose another --run-name")  # fmt: skip
+        raise UsageError(
+            f"{stored.run_name} began with version {origin['tiny']} of the embedded model, and this is "
+            f"{tiny.VERSION}: choose another --run-name"
+        )
     for name, value in vars(stored).items():
         asked = getattr(config, name)
         if name in changeable or name in ("output_dir", "run_name"):
@@ -200,11 +205,14 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
         if name == "steps":
             if asked >= value:
                 continue
-            raise UsageError(f"{stored.run_name} has {value} steps, and {asked} are fewer: name more, or another "
-                             "--run-name")  # fmt: skip
+            raise UsageError(
+                f"{stored.run_name} has {value} steps, and {asked} are fewer: name more, or another --run-name"
+            )
         if asked != value:
-            raise UsageError(f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
-                             "choose another --run-name")  # fmt: skip
+            raise UsageError(
+                f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
+                "choose another --run-name"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -166,8 +166,14 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> Serv
             os._exit(1)
 
     with open(run / LOG, "a", opener=no_link) as log:
-        process = subprocess.Popen(command(model, config, memory, port), env=environment, stdout=log, stderr=log,
-                                   start_new_session=True, preexec_fn=end_with_the_trainer)  # fmt: skip
+        process = subprocess.Popen(
+            command(model, config, memory, port),
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_the_trainer,
+        )
     atexit.register(process.terminate)
     began = time.monotonic()
     while time.monotonic() - began < START_SECONDS and process.poll() is None:

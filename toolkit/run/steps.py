@@ -43,10 +43,15 @@ class Step:
     def of(cls, row: Mapping[str, Any]) -> Step:
         """One line of rollouts.jsonl.  Any error means that it is damaged."""
         attempts = (
-            Attempt(checked(done["source"], str | None), checked(done["reward"], float),
-                    tuple(checked(game["max_tile"], int) for game in done["results"]),
-                    done["works"] == "load" and not done["cheating"], checked(done["cheating"], str))
-            for done in row["completions"])  # fmt: skip
+            Attempt(
+                checked(done["source"], str | None),
+                checked(done["reward"], float),
+                tuple(checked(game["max_tile"], int) for game in done["results"]),
+                done["works"] == "load" and not done["cheating"],
+                checked(done["cheating"], str),
+            )
+            for done in row["completions"]
+        )
         return cls(stage_name(checked(row["size"], int), checked(row["target"], int)), tuple(attempts))
 
 

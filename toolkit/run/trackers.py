@@ -66,5 +66,6 @@ def blaming_the_tracker() -> Iterator[None]:
         name = type(error).__module__.partition(".")[0]
         if name not in TRACKERS:
             raise
-        raise UsageError(f"--report-to {name}: {error}; fix that, or name another tracker, and start again with "
-                         "--resume") from error  # fmt: skip
+        raise UsageError(
+            f"--report-to {name}: {error}; fix that, or name another tracker, and start again with --resume"
+        ) from error

@@ -79,9 +79,15 @@ class TrainingView:
         self._console.print(text, style=style, soft_wrap=True)
 
     def step(
-        self, number: int, step: StepSummary, tokens: float, seconds: float, warning: str, trouble: str,
+        self,
+        number: int,
+        step: StepSummary,
+        tokens: float,
+        seconds: float,
+        warning: str,
+        trouble: str,
         best: tuple[str, float, int] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Show a step.  `warning` is what the watcher says now, `trouble` what it sees; `best` is the best program so
         far with its mean tile and its step."""
         count = f"step {number:{len(str(self._steps))}d}/{self._steps}"
@@ -131,8 +137,7 @@ def show_scores(console: Console, result: Mapping[str, Any]) -> None:
         for name, score in played.scores.items():
             interval = f"{score.won_low:.0%} to {score.won_high:.0%}"
             shown = str(result["model"]).removesuffix("/adapter") if name == evaluation.MODEL else name
-            table.add_row(shown, f"{score.won:.0%}", interval,
-                          f"{score.largest_tile_median:.0f}", str(score.games))  # fmt: skip
+            table.add_row(shown, f"{score.won:.0%}", interval, f"{score.largest_tile_median:.0f}", str(score.games))
         console.print(table)
         if i:
             console.print(evaluation.without_skill(stage, played))
@@ -228,9 +233,12 @@ def write_step(writer: Any, step: int, completions: Sequence[Mapping[str, Any]],
     games = [game for done in completions for game in done["results"]]
     writer.add_histogram("largest tile, log2", np.array(exponents(games)), step)
     if texts:
-        rows = [f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
-                + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
-                + f"\n\n{indented(done['text'])}" for done in completions[:8]]  # fmt: skip
+        rows = [
+            f"**reward {done['reward']:.2f}, {done['works']}** {done['cheating']} "
+            + " ".join(f"{game['outcome']} {game['max_tile']}" for game in done["results"])
+            + f"\n\n{indented(done['text'])}"
+            for done in completions[:8]
+        ]
         writer.add_text("completions", "\n\n---\n\n".join(rows), step)
 
 
@@ -255,15 +263,21 @@ def ends_best(levels: Sequence[tuple[str, float]], every: int) -> bool:
     `levels` are each step's stage and mean log2 of the largest tiles; there is a checkpoint `every` so many steps.
     """
     parts = (levels[i : i + every] for i in range(0, len(levels), every))
-    means = [statistics.fmean(found) for part in parts
-             if (found := [level for stage, level in part if stage == levels[-1][0]])]  # fmt: skip
+    means = [
+        statistics.fmean(found)
+        for part in parts
+        if (found := [level for stage, level in part if stage == levels[-1][0]])
+    ]
     return means[-1] >= max(means)
 
 
 def best_completion(row: Mapping[str, Any]) -> tuple[str, float, int] | None:
     """The program with the largest tiles in a line of rollouts.jsonl: source, mean tile, step.  None if none plays."""
-    found = [(done["source"], statistics.fmean(game["max_tile"] for game in done["results"]), int(row["step"]))
-             for done in row["completions"] if done["works"] == "load" and not done["cheating"]]  # fmt: skip
+    found = [
+        (done["source"], statistics.fmean(game["max_tile"] for game in done["results"]), int(row["step"]))
+        for done in row["completions"]
+        if done["works"] == "load" and not done["cheating"]
+    ]
     return max(reversed(found), key=lambda program: program[1], default=None)
 
 
@@ -310,7 +324,7 @@ class Progress(Observer):
 
     def __init__(
         self, trainer: Any, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`games` are played beside training."""
         self._trainer, self._rollouts = trainer, rollouts
         self.games, self.evaluator, self.run = games, games.first, run

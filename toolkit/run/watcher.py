@@ -114,8 +114,10 @@ class StepSummary:
         """Every number by the name of its curve."""
         numbers = {f"games/{name}": float(n) for name, n in vars(self).items() if isinstance(n, int | float)}
         outcomes = {f"outcomes/{name}": share for name, share in self.outcomes.items()}
-        reached = {f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
-                   for n in range(5, 18)}  # fmt: skip
+        reached = {
+            f"reached/{1 << n}": sum(share for tile, share in self.tiles.items() if tile >= 1 << n)
+            for n in range(5, 18)
+        }
         return numbers | outcomes | reached
 
 
@@ -174,8 +176,10 @@ class Watcher:
         self._broken_steps = 0 if math.isfinite(logs.get("grad_norm", 0.0)) else self._broken_steps + 1
         if not self._broken_steps:
             return ""
-        trouble = ("the gradient is not finite, so the step was left out and the weights are those of before: start "
-                   "again with a lower --learning-rate")  # fmt: skip
+        trouble = (
+            "the gradient is not finite, so the step was left out and the weights are those of before: start "
+            "again with a lower --learning-rate"
+        )
         if self._broken_steps >= LAST:
             self._fatal = f"{LAST} steps in a row had no finite gradient"
         return trouble
@@ -187,8 +191,10 @@ class Watcher:
         GPUs have confirmed it: one large difference, or several in a row, end training.
         """
         if logs.get("sampler/unended", 0.0) > 0:
-            self._fatal = ("the sampler ended completions without the model's end token: compare eos_token_id in "
-                           "generation_config.json with the tokenizer's")  # fmt: skip
+            self._fatal = (
+                "the sampler ended completions without the model's end token: compare eos_token_id in "
+                "generation_config.json with the tokenizer's"
+            )
             return self._fatal
         if (gap := logs.get("sampler/gap")) is None:
             return ""
@@ -198,9 +204,11 @@ class Watcher:
             if len(self._gaps) < GAPS:
                 self._gaps.append(gap)
             return ""
-        trouble = (f"completions were sampled from another model than the trained one, their log-probabilities differ "
-                   f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
-                   "top-k, damaged weights")  # fmt: skip
+        trouble = (
+            f"completions were sampled from another model than the trained one, their log-probabilities differ "
+            f"by {gap:.2g} nats a token: look for a lost or old adapter, another chat template or temperature, "
+            "top-k, damaged weights"
+        )
         self._foreign_steps += 1
         if self._foreign_steps >= LAST or not gap <= LARGE * logs["sampler/limit"]:  # NaN neither
             self._fatal = trouble

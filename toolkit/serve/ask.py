@@ -138,8 +138,17 @@ def best_program(config: Any, program: Any, console: Console) -> tuple[str | Non
         answers = local_answers(config, prompt, program, say)
     best, highest = None, float("-inf")
     for number, answer in enumerate(answers, 1):
-        job = program.Job(answer.text, config.seeds, config.size, config.target, config.keys, config.timeout,
-                          completion=True, reasons=answer.reasons, record=True)  # fmt: skip
+        job = program.Job(
+            answer.text,
+            config.seeds,
+            config.size,
+            config.target,
+            config.keys,
+            config.timeout,
+            completion=True,
+            reasons=answer.reasons,
+            record=True,
+        )
         (verdict,) = program.shared_pool().judge([job])
         say(f"answer {number}: {in_words(answer, verdict, program.printable)}")
         if verdict.works == "load" and not verdict.cheating:

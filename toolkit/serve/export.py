@@ -91,8 +91,10 @@ EXPERT_BITS = {"mxfp4": 4.25, "q8_0": 8.5}  # of a weight, with its share of a g
 
 def weights_size(config: Any, experts: str = "") -> float:
     """Bytes of a model's weights in bfloat16, or with its experts in a smaller format."""
-    return sum(shape.numel() * (EXPERT_BITS.get(experts, 16) if EXPERT_WEIGHTS.search(name) else 16) / 8
-               for name, shape in parameter_shapes(config).items())  # fmt: skip
+    return sum(
+        shape.numel() * (EXPERT_BITS.get(experts, 16) if EXPERT_WEIGHTS.search(name) else 16) / 8
+        for name, shape in parameter_shapes(config).items()
+    )
 
 
 def check_base(base: str, config: Any, written: float, copied: float, folder: Path) -> None:
@@ -102,13 +104,16 @@ def check_base(base: str, config: Any, written: float, copied: float, folder: Pa
     """
     packed = getattr(config, "quantization_config", None)
     if packed and packed["quant_method"] != "mxfp4":
-        raise UsageError(f"{base} is quantized ({packed['quant_method']}): "
-                         "name the model that it was made from with --base")  # fmt: skip
+        raise UsageError(
+            f"{base} is quantized ({packed['quant_method']}): name the model that it was made from with --base"
+        )
     check_disk(folder, written, "choose another --output-dir")
     needed, available = 1.1 * weights_size(config) + copied, available_memory()
     if needed > available:
-        raise UsageError(f"holding {base} needs {needed / 1e9:.0f} GB of RAM and {available / 1e9:.0f} GB are free: "
-                         "use a larger machine, or the adapter (--format lora)")  # fmt: skip
+        raise UsageError(
+            f"holding {base} needs {needed / 1e9:.0f} GB of RAM and {available / 1e9:.0f} GB are free: "
+            "use a larger machine, or the adapter (--format lora)"
+        )
 
 
 def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftModel:
@@ -138,10 +143,16 @@ def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, fl
     def plain(name: str) -> str:
         return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
-    changes = {f"{plain(name)}.{module.parameter_name}": partial(module.get_delta_weight, "default")
-               for name, module in adapted.named_modules() if isinstance(module, ParamWrapper)}  # fmt: skip
-    experts = {plain(name): weights.detach() for name, weights in adapted.named_parameters()
-               if EXPERT_WEIGHTS.search(plain(name))}  # fmt: skip
+    changes = {
+        f"{plain(name)}.{module.parameter_name}": partial(module.get_delta_weight, "default")
+        for name, module in adapted.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
+    experts = {
+        plain(name): weights.detach()
+        for name, weights in adapted.named_parameters()
+        if EXPERT_WEIGHTS.search(plain(name))
+    }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     packed: dict[str, torch.Tensor] = {}
     left = error = size = 0.0
@@ -161,8 +172,14 @@ def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, fl
 
 def find_run(source: Path) -> Path:
     """The run's folder that a source is, or lies in; the source itself if there is no run."""
-    return next((folder for folder in (source, source.parent) if (folder / "config.json").is_file()
-                 and "recipe" in read_json(folder / "config.json")), source)  # fmt: skip
+    return next(
+        (
+            folder
+            for folder in (source, source.parent)
+            if (folder / "config.json").is_file() and "recipe" in read_json(folder / "config.json")
+        ),
+        source,
+    )
 
 
 def for_transformers_4(folder: Path) -> None:
@@ -205,8 +222,10 @@ def write_merged(
     if experts == "mxfp4":
         say("rounding the experts to four bits")
         packed, left, error = pack_experts(adapted)
-        say(f"on average rounding keeps {left:.0%} of the adapter's change to the experts; a single weight is off by "
-            f"{error:.1f} times what the adapter changed it by (root mean square)")  # fmt: skip
+        say(
+            f"on average rounding keeps {left:.0%} of the adapter's change to the experts; a single weight is off by "
+            f"{error:.1f} times what the adapter changed it by (root mean square)"
+        )
     say("merging the adapter")
     model = adapted.merge_and_unload().to(torch.bfloat16)
     weights = model.state_dict()
@@ -269,10 +288,11 @@ def find_adapter(source: Path) -> Path:
 def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
     whole = config.format not in ("lora", "gguf_lora")
-    if config.format not in ("lora", "merged_16bit") and (
-        family := config_of(base).model_type) != "gpt_oss":  # fmt: skip
-        raise UsageError(f"{config.format} is a format for gpt-oss, but {base} is {family}: use --format "
-                         f"{'merged_16bit' if whole else 'lora'}")  # fmt: skip
+    if config.format not in ("lora", "merged_16bit") and (family := config_of(base).model_type) != "gpt_oss":
+        raise UsageError(
+            f"{config.format} is a format for gpt-oss, but {base} is {family}: use --format "
+            f"{'merged_16bit' if whole else 'lora'}"
+        )
     if not whole and not config.verify:
         return False
     try:
@@ -301,8 +321,12 @@ def write_format(
         return
     if config.format == "gguf_lora":
         made.mkdir()
-        llamacpp.write_adapter(made / "adapter.gguf", load_file(lora / "adapter_model.safetensors"),
-                               config_of(base), read_json(lora / "adapter_config.json"))  # fmt: skip
+        llamacpp.write_adapter(
+            made / "adapter.gguf",
+            load_file(lora / "adapter_model.safetensors"),
+            config_of(base),
+            read_json(lora / "adapter_config.json"),
+        )
     else:
         tokenizer = AutoTokenizer.from_pretrained(lora, **OWN_CODE_ALONE)
         write_merged(adapted, tokenizer, config, made, say)
@@ -325,8 +349,9 @@ def served(config: ExportConfig, made: Path, base: str, scratch: Path) -> verify
 def serving_program(format: str) -> str:
     """The program that `served` asks, with its version."""
     names = {"lora": ("transformers", "peft"), "gguf": ("llama-cpp-python",), "gguf_lora": ("llama-cpp-python",)}
-    return " with ".join(f"{name} {version}" for name, version in
-                         library_versions(names.get(format, ("transformers",))).items())  # fmt: skip
+    return " with ".join(
+        f"{name} {version}" for name, version in library_versions(names.get(format, ("transformers",))).items()
+    )
 
 
 def write_export(

@@ -142,10 +142,18 @@ def add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-4o" if "Split" in json.dumps(kept["pre_tokenizer"]) else "gpt-2")
     writer.add_token_list([ids.get(id, f"[PAD{id}]") for id in range(size)])
-    writer.add_token_types([
-        kinds.UNUSED if id not in ids else kinds.NORMAL if id not in added
-        else kinds.CONTROL if added[id].special else kinds.USER_DEFINED for id in range(size)
-    ])  # fmt: skip
+    writer.add_token_types(
+        [
+            kinds.UNUSED
+            if id not in ids
+            else kinds.NORMAL
+            if id not in added
+            else kinds.CONTROL
+            if added[id].special
+            else kinds.USER_DEFINED
+            for id in range(size)
+        ]
+    )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in kept["model"]["merges"]]
     writer.add_token_merges(merges)
     for name in ("bos", "eos", "pad"):
@@ -231,8 +239,15 @@ def served_by_llamacpp(model: Path, adapter: Path | None = None) -> Callable[[li
     import torch
 
     try:
-        llama = llama_cpp.Llama(str(model), lora_path=str(adapter) if adapter else None, n_ctx=CONTEXT, n_batch=CONTEXT,
-                                logits_all=True, swa_full=False, verbose=False)  # fmt: skip
+        llama = llama_cpp.Llama(
+            str(model),
+            lora_path=str(adapter) if adapter else None,
+            n_ctx=CONTEXT,
+            n_batch=CONTEXT,
+            logits_all=True,
+            swa_full=False,
+            verbose=False,
+        )
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"llama.cpp does not load {adapter or model}: {error}") from None
 
@@ -247,11 +262,17 @@ def served_by_llamacpp(model: Path, adapter: Path | None = None) -> Callable[[li
 def modelfile(tokenizer: Any) -> str:
     """Ollama's recipe beside model.gguf.  Its template is the prompt that training used, with the user's message left
     open."""
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "{{ .Prompt }}"}], tokenize=False,
-                                           add_generation_prompt=True, reasoning_effort="low")  # fmt: skip
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "{{ .Prompt }}"}],
+        tokenize=False,
+        add_generation_prompt=True,
+        reasoning_effort="low",
+    )
     if prompt.endswith(FINAL):
         # Where both <|start|> and <|end|> stand in a template, Ollama parses answers of gpt-oss as harmony messages,
         # and would take all of this answer for a header: its header has been in the prompt.
         prompt = prompt.replace("<|end|>", '<|{{ "end" }}|>')
-    return (f'FROM ./model.gguf\nTEMPLATE """{prompt}{{{{ .Response }}}}"""\nPARAMETER num_ctx {CONTEXT}\n'
-            "PARAMETER temperature 1\nPARAMETER stop <|return|>\nPARAMETER stop <|end|>\n")  # fmt: skip
+    return (
+        f'FROM ./model.gguf\nTEMPLATE """{prompt}{{{{ .Response }}}}"""\nPARAMETER num_ctx {CONTEXT}\n'
+        "PARAMETER temperature 1\nPARAMETER stop <|return|>\nPARAMETER stop <|end|>\n"
+    )

@@ -71,11 +71,24 @@ def sample_answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[t
         torch.manual_seed(0)
         for first in range(0, len(prompts), ROWS):
             chats = [[{"role": "user", "content": prompt}] for prompt in prompts[first : first + ROWS]]
-            batch = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt",
-                                                  return_dict=True, padding=True, reasoning_effort="low",
-                                                  tokenizer_kwargs={"padding_side": "left"})  # (ROWS, P)  # fmt: skip
-            made = model.generate(**batch, max_new_tokens=TOKENS, do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-                                  pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+            batch = tokenizer.apply_chat_template(
+                chats,
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+                padding=True,
+                reasoning_effort="low",
+                tokenizer_kwargs={"padding_side": "left"},
+            )  # (ROWS, P)
+            made = model.generate(
+                **batch,
+                max_new_tokens=TOKENS,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                pad_token_id=tokenizer.pad_token_id,
+            )
             width = batch["input_ids"].shape[1]
             for row, mask in zip(made.tolist(), batch["attention_mask"].tolist(), strict=True):
                 end = next((place for place, token in enumerate(row[width:], 1) if token in ends), TOKENS)
@@ -105,8 +118,10 @@ class Agreement:
     kept: float  # share of the adapter's shift of the logits: projection of (export - base) on (trained - base)
 
     def __str__(self) -> str:
-        return (f"{self.equal:.2%} of {self.tokens} most likely tokens are equal, {self.ties:.2%} tie, mean KL "
-                f"{self.kl:.2g}, {self.kept:.1%} of the adapter's shift of the logits is kept")  # fmt: skip
+        return (
+            f"{self.equal:.2%} of {self.tokens} most likely tokens are equal, {self.ties:.2%} tie, mean KL "
+            f"{self.kl:.2g}, {self.kept:.1%} of the adapter's shift of the logits is kept"
+        )
 
 
 def compare(answers: Sequence[Answer], exported: Logits) -> Agreement:
@@ -144,8 +159,10 @@ def report(found: Agreement, format: str, exact: bool, instead: str) -> str:
     `instead` names what keeps that which this format loses.
     """
     if exact and found.equal + found.ties < REQUIRED:
-        raise UsageError(f"{format} is not what was trained and is not written: {found}; {REQUIRED:.0%} must be equal "
-                         "or tie: --no-verify writes it all the same")  # fmt: skip
+        raise UsageError(
+            f"{format} is not what was trained and is not written: {found}; {REQUIRED:.0%} must be equal "
+            "or tie: --no-verify writes it all the same"
+        )
     if found.kept >= KEPT:
         return str(found)
     return f"{found}; rounding weights for {format} loses {1 - found.kept:.0%} of what was trained: {instead} keeps it"
