@@ -102,6 +102,12 @@ def find_machine() -> Machine:
     )
 
 
+def available_memory() -> int:
+    """Bytes of RAM that are free or can be freed; on a machine with unified memory the GPU's too."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
 LEFT_FREE = 8e9  # bytes, for players, pages, and the rest of the machine
 
 
@@ -499,12 +505,6 @@ def four_bit_name(name: str) -> str:
     from unsloth.models.loader_utils import get_model_name
 
     return str(get_model_name(name, load_in_4bit=True) or name)
-
-
-def available_memory() -> int:
-    """Bytes of RAM that are free or can be freed; on a machine with unified memory the GPU's too."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
