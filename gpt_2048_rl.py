@@ -1618,9 +1618,9 @@ class RunOptions:
     """The LoRA adapter, checkpoints, best programs, output."""
 
     lora_rank: Annotated[int, (1, 1024)] = 4  # of the adapters
-    adapt: Literal["all", "attention"] = "all"  # what gets adapters: attention and experts, or attention alone
+    adapt: Literal["all", "attention"] = "all"  # what gets adapters: attention and experts or MLP, or attention alone
     lora_alpha: Annotated[int, (1, 4096)] = 8
-    loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: 16 bits; for accelerate's FSDP
+    loader: Literal["unsloth", "transformers"] = "unsloth"  # transformers: for FSDP, and on a CPU
     sampler: Literal["generate", "vllm"] = "generate"  # of completions in training: the trained model, or vLLM
     vllm_server: str = ""  # URL of a vLLM server that runs already; default: the run starts one
     save_steps: Annotated[int, (1, 10**7)] = 20  # steps between checkpoints

@@ -49,7 +49,7 @@ def strategy(board):
                 same += a == b
     return random.choice("éuai") if same >= 0 else "a"
 """
-STRATEGIES = {"random moves": (RANDOM, 2.4), "about 27 µs a call": (COUNTING, 1.8)}  # source, target for the ratio
+STRATEGIES = {"random moves": (RANDOM, 2.4), "a strategy that counts": (COUNTING, 1.8)}  # source, target for the ratio
 
 Strategy = Callable[[list[list[int]]], str]
 

@@ -11,7 +11,7 @@
 #
 # This notebook shows `gpt_2048_rl.py` at work: the game, the jail for strategies, their rewards, and a training run.
 # Without a GPU it trains an embedded model with 1 M parameters, in some minutes on two CPU cores. With a GPU it trains
-# `unsloth/gpt-oss-20b` in 4 bits. All numbers and programs below come from running it from top to bottom.
+# `unsloth/gpt-oss-20b` in MXFP4. All numbers and programs below come from running it from top to bottom.
 #
 # In Colab, clone the repository or upload its files first. Then run `!./setup.sh --here` once and restart the runtime.
 

@@ -571,7 +571,7 @@ def too_little_memory(name: str, machine: Machine, needed: Mapping[str, float]) 
 def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
     """A warning that a model may not fit into GPU memory; "" if it fits or nothing is known.
 
-    It is no refusal, because the estimate was never compared with a GPU.
+    It is no refusal, because little of the estimate was compared with a GPU.
     """
     return too_little_memory(name, machine, memory_needed(name, config)) if machine.gpu else ""
 

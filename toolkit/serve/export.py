@@ -54,8 +54,8 @@ class ExportConfig:
     """Write what a run has learned to a folder that other programs can load."""
 
     source: Path  # a run's folder, one of its checkpoints, or an adapter's folder
-    format: Literal["lora", "merged_16bit", "mxfp4", "gguf", "gguf_lora"] = "lora"  # the adapter (lora, gguf_lora) or
-    # the whole model; mxfp4 and gguf for gpt-oss only, gguf for llama.cpp
+    # The adapter (lora, gguf_lora) or the whole model; mxfp4 and gguf for gpt-oss only, gguf for llama.cpp.
+    format: Literal["lora", "merged_16bit", "mxfp4", "gguf", "gguf_lora"] = "lora"
     output_dir: Path | None = None  # default: export/FORMAT in the run's folder, where a new export replaces an old one
     base: str = ""  # model to merge the adapter into; default: the one it was trained on
     experts: Literal["q8_0", "mxfp4"] = "q8_0"  # a gguf's experts: 24 GB for gpt-oss-20b; mxfp4: 14 GB that keep less
