@@ -1597,7 +1597,8 @@ class GRPOOptions:
     warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak; below 1 a share of all steps
     weight_decay: Annotated[float, (0.0, 1.0)] = 0.001
     max_grad_norm: Annotated[float, (0.0, 1e6)] = 1.0  # gradients are clipped to this norm
-    objective: Literal["mean", "entropic", "max_at_k"] = "mean"  # of a group: its mean reward, or one for its best
+    # Of a group: its mean reward; the same with one advantage for all equal programs; or the reward of its best.
+    objective: Literal["shared", "mean", "entropic", "max_at_k"] = "shared"
     max_at: Annotated[int, (2, 1024)] = 8  # k of max_at_k
     archive: Annotated[int, (0, 1000)] = 0  # best programs so far, of which each prompt shows one; 0: none
     loss_type: Literal["dr_grpo", "dapo", "grpo"] = "dr_grpo"  # TRL's; its others do the same on-policy
@@ -1643,18 +1644,20 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
     "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
-    "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
+    "objective": "mean", "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
     "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
-    "model": "smollm2", "steps": 100, "generations": 16, "batch_size": 8, "accumulation": 2, "boards": 2,
+    "model": "smollm2", "steps": 60, "generations": 16, "batch_size": 8, "accumulation": 2, "boards": 2,
     "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
-    "temperature": 0.8, "example": "random"}  # fmt: skip
+    "temperature": 0.8, "example": "random", "ladder": ("4:16", "4:64", "4:256", "4:512"),
+    "games": 64, "best_of": 256}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
     "wordings": 1, "learning_rate": 5e-5, "warmup_steps": 0.1, "lr_schedule": "linear", "loss_type": "dapo",
     "scale_rewards": "group", "save_steps": 100, "ladder": ("6:2048",), "curriculum": False, "flat_reward": True,
-    "cut_off_price": 0.0, "skip_flat_groups": False, "max_grad_norm": 1.0, "entropy_coef": 0.0}  # fmt: skip
+    "cut_off_price": 0.0, "skip_flat_groups": False, "max_grad_norm": 1.0, "entropy_coef": 0.0,
+    "objective": "mean"}  # fmt: skip
 
 
 def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") -> TrainConfig:

@@ -7,7 +7,7 @@
 `speed`: the same steps by this program and by TRL's own trainer, without toolkit/model/cpu_speed.py.
 `learn`: the recipe, and beside it what could embarrass or better it, with the same number of sampled programs:
 
-- shared: GRPO in which programs of a group that play the same games share one advantage;
+- mean: GRPO's own advantages, which push a program as often as it was sampled;
 - rejection: the likelihood of the best quarter of each group, in place of GRPO's advantages;
 - published: the recipe of the public notebook, on this model;
 - best of N: the hundred best of as many programs of the untrained model, chosen by the program's own race;
@@ -44,6 +44,15 @@ from toolkit.games import programs  # noqa: E402
 from toolkit.model import machine  # noqa: E402
 
 KEYS: program.Layout = "wasd"
+METHODS: dict[str, dict[str, object]] = {  # the options of each
+    "recipe": {},
+    "mean": {"objective": "mean"},
+    "entropic": {"objective": "entropic"},
+    "max_at_k": {"objective": "max_at_k"},
+    "archive": {"archive": 8},
+    "rejection": {},
+    "published": {"recipe": "published"},
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Args:
     part: tyro.conf.Positional[Literal["speed", "learn", "steps"]]  # steps: one process of the others
     seeds: tuple[int, ...] = (1, 2, 3)
     steps: int = 0  # of each run; 0: the recipe's
-    methods: tuple[str, ...] = ("grpo", "shared", "rejection", "published")
+    methods: tuple[str, ...] = ("recipe", "mean", "rejection", "published")  # of METHODS
     best_of: int = 1  # of how many seeds the best of N is measured
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     way: str = ""  # for `steps`: what is changed
@@ -74,30 +83,6 @@ def best_quarter(completions: Sequence[dict[str, Any]], group: int) -> list[floa
     return chosen
 
 
-def shared_advantages(completions: Sequence[dict[str, Any]], group: int) -> list[float]:
-    """Advantages (B,) in which programs of a group that play the same games count as one and share its advantage.
-
-    Otherwise the most frequent program that is better than most, such as one key for ever, is pushed as often as it was
-    sampled: a model that seldom writes anything better has collapsed to it before it finds something.
-    """
-    advantages: list[float] = []
-    for i in range(0, len(completions), group):
-        part = completions[i : i + group]
-        played = [
-            tuple((game["outcome"], game["steps"], game["score"]) for game in done["results"])
-            if done["works"] == "load" and not done["cheating"]
-            else done["text"]
-            for done in part
-        ]
-        equals: dict[Any, list[float]] = {}
-        for games, done in zip(played, part, strict=True):
-            equals.setdefault(games, []).append(done["reward"])
-        baseline = statistics.fmean(map(statistics.fmean, equals.values()))
-        advantages += [(done["reward"] - baseline) / len(equals[games])
-                       for games, done in zip(played, part, strict=True)]  # fmt: skip
-    return advantages
-
-
 def take_advantages(rule: Callable[[Sequence[dict[str, Any]], int], list[float]]) -> None:
     """Let the trainer, in one process, take its advantages from a rule instead of GRPO's mean."""
     add, leave_out, last = program.Rollouts.add, program.without_flat_groups, dict[str, list[float]]()
@@ -114,13 +99,10 @@ def take_advantages(rule: Callable[[Sequence[dict[str, Any]], int], list[float]]
     program.without_flat_groups = changed
 
 
-RULES = {"rejection": best_quarter, "shared": shared_advantages}
-
-
 def steps(way: str, words: Sequence[str]) -> int:
     """The program's command line with one thing changed.  Its last line tells the peak of memory in bytes."""
-    if way in RULES:
-        take_advantages(RULES[way])
+    if way == "rejection":
+        take_advantages(best_quarter)
     if way == "trl":
         machine.speed_up = lambda model: None  # type: ignore[attr-defined]
     status = program.main(list(words))
@@ -153,7 +135,7 @@ def speed(args: Args, out: Path) -> dict[str, Any]:
     numbers = {"steps": args.steps or 4, "generations": 16, "batch-size": 16, "accumulation": 1, "max-new-tokens": 96,
                "games": 1, "best-of": 0, "held-out": "2:8", "race-games": 1, "report-to": "none"}  # fmt: skip
     table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
-    for way in ("grpo", "trl"):
+    for way in ("ours", "trl"):
         told = run(way, out / f"speed-{way}", seed=args.seeds[0], **numbers)
         history = files.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
         logs = [row for row in history["log_history"] if "loss" in row][1:]  # the first step warms up
@@ -263,10 +245,9 @@ def learn(args: Args, out: Path) -> dict[str, Any]:
     for seed in args.seeds:
         rows["before"].append(kept(out / f"before-{seed}.json", partial(sampled, "smollm2", seed)))
         for method in args.methods:
-            words = {"recipe": "published"} if method == "published" else {}
             steps = {"steps": args.steps} if args.steps else {}
             folder = out / f"{method}-{seed}"
-            run(method, folder, seed=seed, **{"best-of": 0, "games": 32}, **words, **steps)
+            run(method, folder, seed=seed, **{"best-of": 0, "games": 32}, **METHODS[method], **steps)
             after, best = folder / "after.json", folder / "best.json"
             rows.setdefault(method, []).append(kept(after, partial(sampled, folder / "adapter", seed)))
             source = (folder / "best_strategy.py").read_text()

@@ -268,23 +268,6 @@ def done_with(reward: float, score: int | None) -> dict[str, Any]:
     return {"text": f"{reward} {score}", "works": works, "cheating": "", "reward": reward, "results": games}
 
 
-def test_programs_that_play_the_same_share_one_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GRPO's mean, six copies of one key are pushed six times: a model collapses before it finds more."""
-    group = [*[done_with(1.0, 8)] * 6, done_with(-3.0, None), done_with(11.0, 300)]
-    smollm2 = bench_smollm2(monkeypatch)
-    copies, failed, better = (smollm2.shared_advantages(group, 8)[i] for i in (0, 6, 7))
-    assert (copies, failed, better) == (-2.0 / 6, -6.0, 8.0)  # from the mean of three programs, 3
-
-
-def test_without_equal_programs_the_advantages_are_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group by itself, and answers without a program each by their text."""
-    first = [done_with(1.0, 8), done_with(2.0, 9), done_with(-3.0, None), done_with(-4.0, None)]
-    second = [done_with(5.0, 8), done_with(9.0, 12)] * 2
-    second[2], second[3] = done_with(7.0, 20), done_with(7.0, 21)
-    smollm2 = bench_smollm2(monkeypatch)
-    assert smollm2.shared_advantages([*first, *second], 4) == [2.0, 3.0, -2.0, -3.0, -2.0, 2.0, 0.0, 0.0]
-
-
 def test_the_control_trains_on_the_best_quarter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The rule replaces GRPO's advantages: once it was not asked at all, and the control was GRPO again."""
     import torch

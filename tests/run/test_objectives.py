@@ -18,6 +18,28 @@ from tests.script.test_train import loaded
 from toolkit import UsageError
 from toolkit.run import objectives
 
+
+def done_with(reward: float, score: int | None) -> dict[str, Any]:
+    """A completion as in rollouts.jsonl: one without a program, or one whose game had this score."""
+    games = [] if score is None else [{"outcome": "stuck", "steps": 70, "score": score}]
+    works = "none" if score is None else "load"
+    return {"text": f"{reward} {score}", "works": works, "cheating": "", "reward": reward, "results": games}
+
+
+def test_programs_that_play_the_same_share_one_advantage() -> None:
+    """With GRPO's mean, six copies of one key are pushed six times: a model collapses before it finds more."""
+    group = [*[done_with(1.0, 8)] * 6, done_with(-3.0, None), done_with(11.0, 300)]
+    copies, failed, better = (objectives.shared(group)[i] for i in (0, 6, 7))
+    assert (copies, failed, better) == (-2.0 / 6, -6.0, 8.0)  # from the mean of three programs, 3
+
+
+def test_without_equal_programs_the_advantages_are_the_usual_ones() -> None:
+    """Answers without a program are each known by their text."""
+    different = [done_with(1.0, 8), done_with(2.0, 9), done_with(-3.0, None), done_with(-4.0, None)]
+    assert objectives.shared(different) == [2.0, 3.0, -2.0, -3.0]
+    assert objectives.shared([done_with(5.0, 8), done_with(9.0, 12)] * 2) == [-1.0, 1.0, -1.0, 1.0]
+
+
 REWARDS = (22.0, 7.5, 3.25, 9.0, 7.5, -3.0, 11.0, 0.0)
 
 

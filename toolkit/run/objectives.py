@@ -1,15 +1,15 @@
-"""Objectives for the best completion of a group, in place of GRPO's mean reward.
+"""Advantages other than GRPO's: shared by equal programs, or for the best completion of a group.
 
-An objective's gradient is the sum of weight times grad log-probability over a group.  Its weights become advantages:
-their mean is taken off, and they are scaled to the spread of TRL's own advantages, so that the recipe's learning rate
-and gradient clipping still fit.
+The gradient of an objective for the best is the sum of weight times grad log-probability over a group.  Its weights
+become advantages: their mean is taken off, and they are scaled to the spread of TRL's own advantages, so that the
+recipe's learning rate and gradient clipping still fit.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from toolkit.base.ranks import RANK
@@ -83,6 +83,26 @@ def as_advantages(weights: Sequence[float], usual: Sequence[float]) -> list[floa
     return [scale * (weight - mean) for weight in weights]
 
 
+def played(completion: Mapping[str, Any]) -> Any:
+    """What makes programs equal: the games that they play, which are repeatable; of others their text."""
+    if completion["works"] == "load" and not completion["cheating"]:
+        return tuple((game["outcome"], game["steps"], game["score"]) for game in completion["results"])
+    return completion["text"]
+
+
+def shared(group: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Advantages (n,) of a group's completions, of which those that play the same games count as one and share it.
+
+    GRPO pushes the most frequent program that is better than the mean as often as it was sampled.  A model that seldom
+    writes anything better has collapsed to it before it finds something.
+    """
+    equals: dict[Any, list[float]] = {}
+    for completion in group:
+        equals.setdefault(played(completion), []).append(completion["reward"])
+    mean = statistics.fmean(map(statistics.fmean, equals.values()))
+    return [(completion["reward"] - mean) / len(equals[played(completion)]) for completion in group]
+
+
 def with_objective(
     batch: dict[str, Any], completions: Sequence[dict[str, Any]], config: ObjectiveConfig
 ) -> dict[str, Any]:
@@ -91,10 +111,14 @@ def with_objective(
     `completions` are those of all ranks, with the sum of their rewards.  A batch holds the groups of its own rank.
     """
     usual = batch["advantages"].tolist()  # (B,)
-    totals = [row["reward"] for row in completions[RANK * len(usual) : (RANK + 1) * len(usual)]]  # (B,)
+    own = completions[RANK * len(usual) : (RANK + 1) * len(usual)]
     advantages: list[float] = []
     for i in range(0, len(usual), config.generations):
-        rewards = totals[i : i + config.generations]
+        group = own[i : i + config.generations]
+        if config.objective == "shared":
+            advantages += shared(group)
+            continue
+        rewards = [completion["reward"] for completion in group]
         weights = entropic(rewards) if config.objective == "entropic" else max_at_k(rewards, config.max_at)
         advantages += as_advantages(weights, usual[i : i + config.generations])
     return batch | {"advantages": batch["advantages"].new_tensor(advantages)}
