@@ -1649,8 +1649,7 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
 SMOLLM2: dict[str, Any] = {
     "model": "smollm2", "steps": 60, "generations": 16, "batch_size": 8, "accumulation": 2, "boards": 2,
     "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
-    "temperature": 0.8, "example": "random", "ladder": ("4:16", "4:64", "4:256", "4:512"),
-    "games": 64, "best_of": 256}  # fmt: skip
+    "temperature": 0.8, "example": "random", "games": 64, "best_of": 256}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
 PUBLISHED: dict[str, Any] = {  # the public notebook's, for every model
     "recipe": "published", "steps": 1000, "generations": 2, "batch_size": 1, "accumulation": 4, "boards": 1,
