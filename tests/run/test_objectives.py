@@ -40,6 +40,16 @@ def test_without_equal_programs_the_advantages_are_the_usual_ones() -> None:
     assert objectives.shared([done_with(5.0, 8), done_with(9.0, 12)] * 2) == [-1.0, 1.0, -1.0, 1.0]
 
 
+def test_shared_advantages_keep_the_scale_of_the_rewards() -> None:
+    """With --scale-rewards group TRL divides by the group's standard deviation, here 2."""
+    import torch
+
+    config = program.TrainConfig(objective="shared", generations=4, batch_size=4, accumulation=1)
+    group = [done_with(5.0, 8), done_with(5.0, 8), done_with(9.0, 12), done_with(9.0, 13)]
+    found = objectives.with_objective({"advantages": torch.tensor([-1.0, -1.0, 1.0, 1.0])}, group, config)
+    assert found["advantages"].tolist() == pytest.approx([(5 - 23 / 3) / 4, (5 - 23 / 3) / 4, 2 / 3, 2 / 3])
+
+
 REWARDS = (22.0, 7.5, 3.25, 9.0, 7.5, -3.0, 11.0, 0.0)
 
 

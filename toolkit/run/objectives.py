@@ -114,11 +114,12 @@ def with_objective(
     own = completions[RANK * len(usual) : (RANK + 1) * len(usual)]
     advantages: list[float] = []
     for i in range(0, len(usual), config.generations):
-        group = own[i : i + config.generations]
-        if config.objective == "shared":
-            advantages += shared(group)
-            continue
+        group, ours = own[i : i + config.generations], usual[i : i + config.generations]
         rewards = [completion["reward"] for completion in group]
+        if config.objective == "shared":
+            scale = statistics.pstdev(ours) / (statistics.pstdev(rewards) or 1.0)  # of --scale-rewards
+            advantages += [scale * advantage for advantage in shared(group)]
+            continue
         weights = entropic(rewards) if config.objective == "entropic" else max_at_k(rewards, config.max_at)
-        advantages += as_advantages(weights, usual[i : i + config.generations])
+        advantages += as_advantages(weights, ours)
     return batch | {"advantages": batch["advantages"].new_tensor(advantages)}
