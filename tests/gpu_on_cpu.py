@@ -29,6 +29,8 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
+from toolkit.model import machine
+
 UNUSED = ("trl.trainer.distillation_trainer", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer",
           "trl.trainer.reward_trainer", "trl.trainer.rloo_trainer", "trl.experimental.cpo", "trl.experimental.gkd",
           "trl.experimental.gold", "trl.experimental.online_dpo", "trl.experimental.orpo", "trl.experimental.sdft",
@@ -134,6 +136,7 @@ def become_gpu() -> None:
     torch.cuda.device = torch.cuda.device_of = Device  # type: ignore[assignment, misc]
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.stream = Device  # type: ignore[assignment, misc]
     torch.version.cuda = "13.0"
+    machine.gpu_is_there = lambda: True  # it looks for a device node
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     flex.flex_attention = flex_attention  # type: ignore[assignment]
     bitsandbytes.functional.lib = Native(bitsandbytes.functional.lib)

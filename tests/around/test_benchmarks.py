@@ -162,7 +162,7 @@ def test_as_many_programs_are_counted_as_can_be_composed(
 
 @pytest.mark.long
 def test_the_generator_is_measured() -> None:
-    done = run("--count", 20, "--games", 4, "--seconds", 5, script=ROOT / "benchmarks" / "bench_generator.py")
+    done = run("--count", 20, "--games", 4, "--race-games", 16, script=ROOT / "benchmarks" / "bench_generator.py")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["composed"]["games"], told["best"]["games"], told["race"]["candidates"]) == (20, 4, 20)

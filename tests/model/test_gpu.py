@@ -76,7 +76,7 @@ def server(env: dict[str, str]) -> Iterator[Server]:
 def four_bits(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps in 4 bits."""
     out = tmp_path_factory.mktemp("runs")
-    on_gpu(server, "train", *MODEL, "--output-dir", out, "--run-name", "run", *SHORT)
+    on_gpu(server, "train", *MODEL, "--weights", "4bit", "--output-dir", out, "--run-name", "run", *SHORT)
     return out / "run"
 
 
@@ -85,8 +85,8 @@ def two_gpus(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> t
     """The same on two GPUs, with what the processes printed from their first import on."""
     out = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2,
-               "tests/gpu_on_cpu.py", SCRIPT, "train", *MODEL, "--output-dir", out, "--run-name", "run",
-               *SHORT]  # fmt: skip
+               "tests/gpu_on_cpu.py", SCRIPT, "train", *MODEL, "--weights", "4bit", "--output-dir", out,
+               "--run-name", "run", *SHORT]  # fmt: skip
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -194,7 +194,8 @@ def show_the_weights(*options: str) -> None:
     print("experts:", *sorted(held))
 
 
-@pytest.mark.parametrize(("options", "held"), [((), "Params4bit torch.uint8"),
+@pytest.mark.parametrize(("options", "held"), [((), "Mxfp4ExpertParam torch.uint8"),
+                                               (("--weights", "4bit",), "Params4bit torch.uint8"),
                                                (("--weights", "16bit",), "Parameter torch.bfloat16"),
                                                (("--weights", "stored",), "uint8")])  # fmt: skip
 def test_weights_are_held_as_the_settings_say(options: tuple[str, ...], held: str, server: Server) -> None:
