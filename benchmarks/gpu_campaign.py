@@ -2,7 +2,7 @@
 """What to measure with a borrowed GPU in an hour.
 
     python benchmarks/gpu_campaign.py smoke mxfp4             # two parts, one after the other
-    python benchmarks/gpu_campaign.py mxfp4 nf4 --layers 2    # a quarter of an hour; as on 26 November 2026
+    python benchmarks/gpu_campaign.py mxfp4 nf4 --layers 2    # two of gpt-oss-20b's 24 layers
     python benchmarks/gpu_campaign.py mxfp4 --dry-run         # its commands at small size, on a CPU that poses as a GPU
 
 Parts can be run in any order.  Each ends within ten minutes and leaves a JSON file with what was measured until then:

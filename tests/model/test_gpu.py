@@ -197,7 +197,7 @@ def show_the_weights(*options: str) -> None:
 @pytest.mark.parametrize(("options", "held"), [((), "Mxfp4ExpertParam torch.uint8"),
                                                (("--weights", "4bit",), "Params4bit torch.uint8"),
                                                (("--weights", "16bit",), "Parameter torch.bfloat16"),
-                                               (("--weights", "stored",), "uint8")])  # fmt: skip
+                                               (("--weights", "stored",), "Mxfp4ExpertParam torch.uint8")])  # fmt: skip
 def test_weights_are_held_as_the_settings_say(options: tuple[str, ...], held: str, server: Server) -> None:
     """With 16 bits asked for, the experts stayed in MXFP4."""
     said = on_gpu(server, *MODEL, *options, script=f"{__name__}:{show_the_weights.__name__}")

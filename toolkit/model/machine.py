@@ -238,7 +238,7 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
     if kept := read_json(speeds()).get(speed_key(machine, name)):
         why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
         return Choice(kept["weights"], why)
-    if is_in_mxfp4(name):  # benchmarks/README.md has the figures: 1,496 tokens a second in MXFP4, 1,168 in NF4
+    if is_in_mxfp4(name):  # docs/gpu.md has the figures: 1,496 tokens a second in MXFP4, 1,168 in NF4
         return Choice("stored", why="generates faster than in 4 bits; doctor --measure compares them here")
     return Choice()
 

@@ -96,11 +96,12 @@ def shared(group: Sequence[Mapping[str, Any]]) -> list[float]:
     GRPO pushes the most frequent program that is better than the mean as often as it was sampled.  A model that seldom
     writes anything better has collapsed to it before it finds something.
     """
+    pairs = [(played(completion), completion["reward"]) for completion in group]
     equals: dict[Any, list[float]] = {}
-    for completion in group:
-        equals.setdefault(played(completion), []).append(completion["reward"])
+    for games, reward in pairs:
+        equals.setdefault(games, []).append(reward)
     mean = statistics.fmean(map(statistics.fmean, equals.values()))
-    return [(completion["reward"] - mean) / len(equals[played(completion)]) for completion in group]
+    return [(reward - mean) / len(equals[games]) for games, reward in pairs]
 
 
 def with_objective(
