@@ -57,7 +57,7 @@ from itertools import cycle, islice, product
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -649,17 +649,21 @@ def seccomp_filter(machine: str) -> bytes:
     """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.  Allows
     SYSTEM_CALLS under their CONDITIONS.  Other calls fail with EPERM; a foreign ABI kills the process."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    deny = -1  # stands for a jump to the last instruction
     code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
         code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
     for name, number in SYSTEM_CALLS[machine].items():
         conditions = CONDITIONS.get(name, ())
-        code.append((equal, 0, 2 * len(conditions) + 2 - (not conditions), number))
-        for left, (offset, mask, wanted) in zip(range(len(conditions), 0, -1), conditions, strict=True):
-            deny = 2 * left - 1  # instructions from here to the call's refusal
+        code.append((equal, 0, 2 * len(conditions) + 1, number))  # past this call's instructions if it is another one
+        for offset, mask, wanted in conditions:
             code += [(load, 0, 0, offset), (any_bit, 0, deny, mask) if wanted else (any_bit, deny, 0, mask)]
-        code += [(give, 0, 0, _ALLOW), (give, 0, 0, _DENY)][: 2 if conditions else 1]
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in [*code, (give, 0, 0, _DENY)])
+        code.append((give, 0, 0, _ALLOW))
+    code.append((give, 0, 0, _DENY))
+    return b"".join(
+        struct.pack("<HBBI", operation, *(len(code) - 2 - i if jump == deny else jump for jump in jumps), value)
+        for i, (operation, *jumps, value) in enumerate(code)
+    )
 
 
 def die_with(parent: int) -> None:
@@ -1399,6 +1403,11 @@ def execute_strategies(
     return [[result for _ in parts for result in next(verdicts).results] for _ in sources]
 
 
+def execute_strategy(source: str, seed: int = 0, **how: Any) -> GameResult:
+    """One strategy's game on one board; `how` as above."""
+    return execute_strategies([source], [seed], **how)[0][0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rewards
 
@@ -1523,11 +1532,27 @@ class Ladder:
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 #
-# One class per command, and one base class per heading of its --help.  A tuple beside a type is a number's range.
+# One class per command, and one base class per heading of its --help.  A tuple beside a type is a number's range.  Each
+# class has a check() of what else its options need, which raises UsageError: see check_config in toolkit/cli.py.
 
 Layout = Literal["bepo", "wasd", "zqsd", "arrows"]
 PROMPT_TOKENS = 568  # room for the prompt: 251 of gpt-oss's tokens at most, with other tokenizers more
 REASONING = {"none": 768, "low": 1024, "medium": 2048, "high": 4096}  # tokens of a completion, analysis included
+
+
+def check_several(option: str, values: Sequence[object]) -> None:
+    """Raise UsageError for a list that is empty, or has a value twice."""
+    if not values or len({*values}) < len(values):
+        raise UsageError(f"{option} needs at least one value, and none of them twice")
+
+
+def check_stages(option: str, stages: Sequence[str]) -> None:
+    """Raise UsageError for stages that cannot be played."""
+    try:
+        list(map(Stage.read, stages))
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+    check_several(option, stages)
 
 
 @dataclass(kw_only=True)
@@ -1546,6 +1571,10 @@ class HeldOutOptions:
 
     held_out: tuple[str, ...] = ("4:2048", "6:2048")  # SIZE:TARGET stages; the first one is the result
     games: Annotated[int, (1, 10**4)] = 256  # boards, of later stages a quarter; a model writes a program for each
+
+    def check(self) -> None:
+        """The stages can be played."""
+        check_stages("--held-out", self.held_out)
 
 
 @dataclass(kw_only=True)
@@ -1581,6 +1610,11 @@ class CommonOptions:
     seed: Annotated[int, (0, 2**32 - 1)] = 3407  # of weights, sampling and training boards
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
+    def check(self) -> None:
+        """The run has the name of one folder."""
+        if not re.fullmatch(r"|(?!latest$)[^\s./][^/\x00-\x1f]{0,60}(?<!\s)", self.run_name):
+            raise UsageError(f"--run-name must be the name of one folder, not {self.run_name[:60]!r}")
+
 
 @dataclass(kw_only=True)
 class GRPOOptions:
@@ -1613,6 +1647,16 @@ class GRPOOptions:
     curriculum_bar: Annotated[float, (0.0, 1.0)] = 0.5  # share of won games above which a stage is solved
     curriculum_groups: Annotated[int, (1, 1024)] = 2  # groups over which that share is taken
 
+    def check(self) -> None:
+        """The stages can be played, and a step's completions make whole groups."""
+        check_stages("--ladder", self.ladder)
+        together = self.batch_size * self.accumulation
+        if together % self.generations:
+            raise UsageError(
+                f"--batch-size times --accumulation ({together}) must be a multiple of --generations "
+                f"({self.generations})"
+            )
+
 
 @dataclass(kw_only=True)
 class RunOptions:
@@ -1639,6 +1683,18 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
     The defaults are the stable recipe for gpt-oss-20b.  The embedded model and --recipe published have their own:
     --help shows those of the given --model and --recipe."""
+
+    def check(self) -> None:
+        """The recipe, the loss and the loader go together."""
+        if self.recipe == "published" and self.objective != "mean":
+            raise UsageError(f"--objective {self.objective} needs --recipe stable: the published recipe is TRL's own")
+        if self.loader == "unsloth" and self.loss_type == "dr_grpo" and self.scale_rewards == "group":
+            raise UsageError(
+                "--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would leave the "
+                "rewards unscaled; or name --scale-rewards none or batch"
+            )
+        if self.loader == "unsloth" and SHARDED:
+            raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
@@ -1700,37 +1756,19 @@ class PlayOptions:
     delay: Annotated[float, (0.0, 60.0)] = 0.02  # seconds between its moves
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
+    def check(self) -> None:
+        """The game can be played."""
+        try:
+            check_game(self.size, self.target)
+            Stage.read(f"{self.size}:{self.target}")
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
+        check_several("--seeds", self.seeds)
+
 
 @dataclass(kw_only=True)
 class PlayConfig(PlayOptions, GameOptions, ModelOptions):
     """Play one strategy file, or with --model URL_OR_FOLDER the best of some programs that a model writes."""
-
-
-def check_config(config: Any) -> None:
-    """Raise UsageError for a number out of its range, and for options that do not go together."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        numbers = value if isinstance(value := getattr(config, name), tuple) else [value]
-        for low, high in getattr(hint, "__metadata__", ()):
-            if out := [number for number in numbers if not low <= number <= high]:
-                raise UsageError(f"--{name.replace('_', '-')} must lie between {low} and {high}, not {out[0]}")
-    option = ""
-    try:
-        if isinstance(config, PlayConfig):
-            check_game(config.size, config.target)
-            Stage.read(f"{config.size}:{config.target}")
-        for option in ("ladder", "held_out"):
-            list(map(Stage.read, getattr(config, option, ())))
-    except ValueError as error:
-        raise UsageError(f"--{option.replace('_', '-')}{': ' * bool(option)}{error}") from None
-    for name in ("seeds", "ladder", "held_out"):
-        if not (values := getattr(config, name, (0,))) or len({*values}) < len(values):
-            raise UsageError(f"--{name.replace('_', '-')} needs at least one value, and none of them twice")
-    if not re.fullmatch(r"|(?!latest$)[^\s./][^/\x00-\x1f]{0,60}(?<!\s)", run := getattr(config, "run_name", "")):
-        raise UsageError(f"--run-name must be the name of one folder, not {run[:60]!r}")
-    if isinstance(config, TrainConfig) and (together := config.batch_size * config.accumulation) % config.generations:
-        raise UsageError(
-            f"--batch-size times --accumulation ({together}) must be a multiple of --generations ({config.generations})"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1877,12 +1915,14 @@ def board_seeds(count: int, *parts: object, held_out: bool = False) -> tuple[int
 
 
 class Evaluator:
-    """Plays programs and models on the held-out boards of a stage, to their end or to a `goal`."""
+    """Plays programs and models on the held-out boards of a stage, to their end or to a `goal`.  It has one board in
+    `every` of those that the config asks for."""
 
-    def __init__(self, config: AnyConfig, size: int, target: int, goal: int = TO_THE_END) -> None:
-        self.config, self.size, self.target, self.goal, self.keys = config, size, target, goal, LAYOUTS[config.keys]
-        games = config.games if goal == TO_THE_END else -(-config.games // 4)
-        self.held_out, self.at = board_seeds(games, held_out=True), partial(Evaluator, config)
+    def __init__(self, config: AnyConfig, size: int, target: int, goal: int = TO_THE_END, every: int = 1) -> None:
+        self.config, self.size, self.target, self.goal = config, size, target, goal
+        self.letters = LAYOUTS[config.keys]  # for up, down, left and right
+        self.held_out_seeds = board_seeds(-(-config.games // every), held_out=True)
+        self.at = partial(Evaluator, config)
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
         """Seeds of other boards, for one purpose of this run."""
@@ -1896,8 +1936,10 @@ class Evaluator:
         self, sources: Sequence[str], seeds: Sequence[int], record: bool = False, pool: Pool | None = None
     ) -> list[list[GameResult]]:
         """Every program's games on some boards, in the shared pool or another."""
-        game = self.size, self.goal, self.config.keys, self.config.timeout
-        return execute_strategies(sources, seeds, *game, record, pool)
+        return execute_strategies(sources, seeds, **self._game(), record=record, pool=pool)
+
+    def _game(self) -> dict[str, Any]:
+        return {"size": self.size, "target": self.goal, "keys": self.config.keys, "timeout": self.config.timeout}
 
     def spare_pool(self) -> Pool:
         """A pool of one worker that gets what other work leaves of a core."""
@@ -1913,11 +1955,8 @@ class Evaluator:
 
     def judge(self, answers: Sequence[str], boards: Sequence[Sequence[int]]) -> list[Verdict]:
         """The verdict on each answer, after its games on its boards."""
-        c = self.config
-        jobs = [
-            Job(answer, tuple(seeds), self.size, self.goal, c.keys, c.timeout, True, c.reasoning != "none")
-            for answer, seeds in zip(answers, boards, strict=True)
-        ]
+        how = {**self._game(), "completion": True, "reasons": self.config.reasoning != "none"}
+        jobs = [Job(answer, tuple(seeds), **how) for answer, seeds in zip(answers, boards, strict=True)]
         return by_first_rank(lambda: shared_pool().judge(jobs))
 
 
@@ -2267,7 +2306,7 @@ def parse_arguments(argv: list[str]) -> Any:
     """A command line's config.  Raises UsageError; SystemExit(0) after --help."""
     from toolkit import cli
 
-    return cli.parse_arguments(argv, commands(), train_defaults, check_config)
+    return cli.parse_arguments(argv, commands(), train_defaults)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

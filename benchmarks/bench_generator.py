@@ -99,14 +99,14 @@ def main(args: Args) -> int:
     """Measure and print."""
     config = replace(program.train_defaults("tiny"), games=args.games, seed=args.seed)
     game, until = program.Evaluator(config, 4, 2048), program.Evaluator(config, 4, 2048, 2048)
-    sources = compose_distinct(args.count, args.seed, game.keys)
+    sources = compose_distinct(args.count, args.seed, game.letters)
     boards = game.boards(len(sources), "generator")
     verdicts = until.judge([f"```python\n{source}```" for source in sources], [[board] for board in boards])
     played = {source: verdict.results[0] for source, verdict in zip(sources, verdicts, strict=True)}
     one = programs.score(until, list(played.values()))
     promising = sorted(sources, key=lambda source: played[source].score, reverse=True)  # the first ones race
     race = programs.race(game, promising, args.race_games)
-    best = programs.score(game, game.play(race.ranking[:1], game.held_out)[0])
+    best = programs.score(game, game.play(race.ranking[:1], game.held_out_seeds)[0])
     counts = dict(texts())
     table = Table("", "programs", "made 2048", "95% interval", "mean log2 tile")
     table.add_row("can be composed", f"{sum(counts.values()):.2e}")

@@ -112,8 +112,8 @@ def play_hundred(folder: Path) -> evaluation.Score:
         config = runs.stored_config(folder, program.TrainConfig)
         evaluator = program.Evaluator(config, *program.Stage.read(config.held_out[0]))
         best = json.loads((folder / f"{results.BEST_OF_N}.json").read_text())
-        answers = [f"```python\n{best[i % len(best)]}\n```" for i in range(len(evaluator.held_out))]
-        verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out])
+        answers = [f"```python\n{best[i % len(best)]}\n```" for i in range(len(evaluator.held_out_seeds))]
+        verdicts = evaluator.judge(answers, [[board] for board in evaluator.held_out_seeds])
         score = programs.score(evaluator, [verdict.results[0] for verdict in verdicts])
         files.write_whole(file, json.dumps(asdict(score)) + "\n")
     return evaluation.read_score(files.read_json(file))

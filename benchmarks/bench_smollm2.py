@@ -178,7 +178,7 @@ class Sampled:
     @classmethod
     def of(cls, evaluator: program.Evaluator, answers: Sequence[str]) -> Sampled:
         """Judge answers, each on a held-out board of 6x6 and of 4x4."""
-        boards = [[seed] for seed in evaluator.held_out[: len(answers)]]
+        boards = [[seed] for seed in evaluator.held_out_seeds[: len(answers)]]
         large = evaluator.at(6, 2048, 2048).judge(answers, boards)  # until they make it
         small = evaluator.at(4, 2048).judge(answers, boards)  # to their end
         rewards = []

@@ -69,9 +69,8 @@ FAULTS = (
     Fault("extraction", "extract", '"subclasses", "globals", ', '"subclasses", '),
     Fault("extraction", "extract", '_NEXT_TURN.split(text[final.end() :], maxsplit=1)[0]', 'text[final.end() :]'),
     Fault("evaluation", "cli train regressions", '>> 1 & ~1 | held_out', '>> 1 | held_out'),
-    Fault("evaluation", "train cli learning", 'len(evaluator.held_out), (-1,))', 'len(evaluator.held_out), (0,))'),
-    Fault("evaluation", "train results", 'evaluator.boards(2 * FINALISTS[0], "race")',
-          'evaluator.held_out'),
+    Fault("evaluation", "train cli learning", 'held_out_seeds), (-1,))', 'held_out_seeds), (0,))'),
+    Fault("evaluation", "train results", 'evaluator.boards(2 * FINALISTS[0], "race")', 'evaluator.held_out_seeds'),
     Fault("run folder", "runs", "sorted(found, key=step_of, reverse=True)", "sorted(found, reverse=True)"),
     Fault("run folder", "runs", 'islice(lines, steps)', 'islice(lines, steps + 1)'),
     Fault("run folder", "resilience", 'fcntl.LOCK_EX | fcntl.LOCK_NB', 'fcntl.LOCK_SH | fcntl.LOCK_NB'),
@@ -83,7 +82,7 @@ FAULTS = (
     Fault("export", "export", '(codes % 2 == 1) &', '(codes % 2 == 0) &'),
     Fault("export", "export", 'torch.stack(parts, -1).flatten(1)', 'torch.cat(parts, 1)'),
     Fault("report", "report", 'autoescape=True', 'autoescape=False'),
-    Fault("command line", "cli learning", 'config.accumulation) % config.generations', '1) % config.generations'),
+    Fault("command line", "cli learning", 'if together % self.generations', 'if self.batch_size % self.generations'),
 )  # fmt: skip
 
 

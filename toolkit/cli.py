@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from toolkit import VLLM, UsageError
 from toolkit.base import bars
-from toolkit.base.ranks import RANK, RANKS, SHARDED
+from toolkit.base.ranks import RANK, RANKS
 from toolkit.run import trackers
 from toolkit.run.runs import PERMISSIONS
 
@@ -117,6 +117,18 @@ def wanted(kind: type[Any], name: str) -> str:
     return (f"{noun}s" if isinstance(usual, tuple) else f"a {noun}") + like
 
 
+def check_config(config: Any) -> None:
+    """Raise UsageError for a number out of its range, which stands beside its type, and for what a class refuses."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        numbers = value if isinstance(value := getattr(config, name), tuple) else [value]
+        for low, high in getattr(hint, "__metadata__", ()):
+            if out := [number for number in numbers if not low <= number <= high]:
+                raise UsageError(f"{spelled(name)} must lie between {low} and {high}, not {out[0]}")
+    for kind in type(config).__mro__:
+        if check := vars(kind).get("check"):
+            check(config)
+
+
 def in_plain_words(said: str, kind: type[Any], argv: Sequence[str]) -> str:
     """What tyro says of a command line, without what Python says of the value."""
     option = found[0] if (found := re.search("--[a-z][a-z-]*", said)) else ""
@@ -161,6 +173,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
         raise UsageError(f"{in_plain_words(' '.join(next(parts)), kind, argv)} (see {prog} --help)") from None
     if groups:
         parsed = kind(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+    check_config(parsed)
     return parsed
 
 
@@ -254,16 +267,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
     if config.objective == "max_at_k" and config.max_at > config.generations:
         raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
-    if config.recipe == "published" and config.objective != "mean":
-        raise UsageError(f"--objective {config.objective} needs --recipe stable: the published recipe is TRL's own")
-    if config.loss_type == "dr_grpo" and config.scale_rewards == "group" and config.loader == "unsloth":
-        raise UsageError(
-            "--loss-type dr_grpo with --scale-rewards group needs --loader transformers: Unsloth would "
-            "leave the rewards unscaled; or name --scale-rewards none or batch"
-        )
     trackers.named(config.report_to)
-    if config.loader == "unsloth" and SHARDED:
-        raise UsageError("FSDP needs --loader transformers: Unsloth keeps the whole model in one process")
     if config.vllm_server or config.sampler == "vllm":
         check_sampler(config)
     return config
@@ -281,9 +285,7 @@ def program_file(name: str) -> Path:
     return path / runs.BEST_PROGRAM
 
 
-def with_own_game(
-    config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
-) -> Any:
+def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit.model import machine
     from toolkit.run import runs
@@ -299,7 +301,6 @@ def with_own_game(
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:
         config.file = made_for.file = str(path)
-    check(made_for)
     if made_for != config:
         print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)
     return made_for
@@ -357,13 +358,10 @@ class Lasting:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # takes what is still buffered, too
 
 
-def parse_arguments(
-    argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any], check: Callable[[Any], None]
-) -> Any:
+def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any]) -> Any:
     """A command line's config.  Raises UsageError; SystemExit(0) after --help.
 
-    `defaults` returns the training configuration of a model, a recipe and an effort.  `check` raises UsageError for
-    options that do not go together.
+    `defaults` returns the training configuration of a model, a recipe and an effort.
     """
     name, rest = split(argv, commands)
     if rest and name == "train" and not rest[0].startswith("-"):  # train's options all have names
@@ -376,10 +374,7 @@ def parse_arguments(
         print(inspect.getdoc(script))
     kind = commands[name][0]
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
-    if name in ("eval", "play"):
-        return with_own_game(config, rest, prog, defaults, check)
-    check(config)
-    return config
+    return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
 
 
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:

@@ -15,7 +15,7 @@ import gpt_2048_rl as program
 from tests.conftest import Run
 from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
-from toolkit import UsageError
+from toolkit import UsageError, cli
 from toolkit.games import programs
 from toolkit.run import results
 
@@ -58,7 +58,7 @@ def test_every_control_plays_every_layout_and_size(layout: program.Layout, size:
 
 
 def test_the_expert_is_better_than_the_other_controls(evaluator: program.Evaluator, pool: program.Pool) -> None:
-    games = evaluator.play(list(programs.controls(KEYS).values()), evaluator.held_out, pool=pool)
+    games = evaluator.play(list(programs.controls(KEYS).values()), evaluator.held_out_seeds, pool=pool)
     levels = [programs.score(evaluator, played).mean_log2_tile for played in games]
     assert list(programs.controls(KEYS))[levels.index(max(levels))] == "expert"
 
@@ -77,7 +77,7 @@ def test_programs_reach_beside_other_work_what_they_reach_after_it(ended: bool) 
         games.add({name: source})
     if ended:
         assert wait_until(lambda: not games._left, 60)
-    expected = {stage: {name: programs.score(evaluator, evaluator.play([source], evaluator.held_out)[0])
+    expected = {stage: {name: programs.score(evaluator, evaluator.play([source], evaluator.held_out_seeds)[0])
                         for name, source in programs.controls(KEYS).items()}
                 for stage, evaluator in games.evaluators.items()}  # fmt: skip
     assert games.scores() == expected
@@ -175,7 +175,7 @@ def test_a_race_is_won_by_skill_and_repeats(evaluator: program.Evaluator, pool: 
     assert found.ranking[0] == programs.controls(KEYS)["expert"]
     assert found.ranking[-1] == BROKEN
     assert raced(evaluator, sources) == found
-    assert not set(evaluator.boards(64, "race")) & set(evaluator.held_out)
+    assert not set(evaluator.boards(64, "race")) & set(evaluator.held_out_seeds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_only_games_of_the_first_stage_go_on_to_their_end() -> None:
 @pytest.mark.parametrize("stages", [[], ["4x2048"], ["1:2048"], ["4:1000"]])
 def test_a_stage_that_cannot_be_is_refused(stages: list[str]) -> None:
     with pytest.raises(UsageError, match="--held-out"):
-        program.check_config(program.EvalConfig(model="tiny", held_out=tuple(stages)))
+        cli.check_config(program.EvalConfig(model="tiny", held_out=tuple(stages)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -211,9 +211,9 @@ def strategy(board):
 def check_the_best_program(folder: str) -> None:
     config, run = program.TrainConfig(games=4), Path(folder)
     evaluator = program.Evaluator(config, 16, 2048)
-    by_heart = LEARNED_BY_HEART.format(known=[program.GameBoard(16, seed).board() for seed in evaluator.held_out])
+    by_heart = LEARNED_BY_HEART.format(known=[program.GameBoard(16, seed).board() for seed in evaluator.held_out_seeds])
     sources = (by_heart, TWENTY_MOVES)
-    scores = [sum(game.score for game in games) for games in evaluator.play(sources, evaluator.held_out)]
+    scores = [sum(game.score for game in games) for games in evaluator.play(sources, evaluator.held_out_seeds)]
     assert scores[0] > scores[1] > 0
     row = {"reward": 0.0, "works": "load", "cheating": "", "results": [{"max_tile": 64}]}
     completions = [row | {"source": source} for source in sources]

@@ -131,8 +131,8 @@ class Evaluator(Protocol):
     config: Any
     size: int
     target: int
-    keys: str  # for up, down, left and right
-    held_out: tuple[int, ...]  # seeds of the held-out boards
+    letters: str  # keys for up, down, left and right
+    held_out_seeds: tuple[int, ...]  # of boards
 
     @property
     def at(self) -> Callable[[int, int], Evaluator]: ...  # the same for another size and target
@@ -177,7 +177,7 @@ def finished_game(evaluator: Evaluator, source: str) -> dict[str, Any]:
 
 def random_moves_win(evaluator: Evaluator) -> float:
     """Share of 16 boards of their own on which random legal moves make the target."""
-    games = evaluator.play([controls(evaluator.keys)["random"]], evaluator.boards(16, "random moves"))[0]
+    games = evaluator.play([controls(evaluator.letters)["random"]], evaluator.boards(16, "random moves"))[0]
     return statistics.fmean(game.max_tile >= evaluator.target for game in games)
 
 
@@ -202,9 +202,10 @@ class BackgroundGames:
         distinct = list(dict.fromkeys(stages))
         sizes = [size for size, _ in distinct]
         names = [stage_name(*stage) if sizes.count(stage[0]) > 1 else f"{stage[0]}x{stage[0]}" for stage in distinct]
-        made = [evaluator_of(*distinct[0]), *(evaluator_of(size, target, target) for size, target in distinct[1:])]
+        later = (evaluator_of(size, target, target, every=4) for size, target in distinct[1:])
+        made = [evaluator_of(*distinct[0]), *later]
         self.evaluators, self.first, self._ended = dict(zip(names, made, strict=True)), made[0], False
-        self.boards = sum(len(evaluator.held_out) for evaluator in made)
+        self.boards = sum(len(evaluator.held_out_seeds) for evaluator in made)
         self._sources: dict[str, str] = {}
         self._left = deque[tuple[tuple[str, str], int]]()  # stage and name of the program, and a board
         self._thread: threading.Thread | None = None
@@ -217,7 +218,7 @@ class BackgroundGames:
             ((stage, name), board)
             for stage, evaluator in self.evaluators.items()
             for name in sources
-            for board in evaluator.held_out
+            for board in evaluator.held_out_seeds
         ]
         if not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._play_beside, daemon=True)
@@ -256,7 +257,7 @@ def start_controls(
     """The controls and other programs begin to play: a model's start leaves a core idle, and so does its training."""
     games = BackgroundGames(stages, evaluator_of)
     if RANK == 0:
-        games.add({**controls(games.first.keys), **(others or {})})
+        games.add({**controls(games.first.letters), **(others or {})})
     return games
 
 
@@ -268,8 +269,8 @@ def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: A
     """
     scores = {}
     for stage, evaluator in evaluators.items():
-        answers = evaluator.answers(model, tokenizer, len(evaluator.held_out), (-1,))
-        games = list(zip(answers, ([board] for board in evaluator.held_out), strict=True))
+        answers = evaluator.answers(model, tokenizer, len(evaluator.held_out_seeds), (-1,))
+        games = list(zip(answers, ([board] for board in evaluator.held_out_seeds), strict=True))
         verdicts = [evaluator.judge(*zip(*part, strict=True)) for part in in_parts(games, "playing", PART)]
         scores[stage] = score(evaluator, [verdict.results[0] for verdict in chain(*verdicts)])
     return scores

@@ -46,7 +46,7 @@ def stage_result(
         "target": evaluator.target,
         **{player: found and asdict(found) for player, found in scores.items()},
         "controls": {name: asdict(found) for name, found in others.items()},
-        "boards": [evaluation.board_name(evaluator.size, seed) for seed in evaluator.held_out],
+        "boards": [evaluation.board_name(evaluator.size, seed) for seed in evaluator.held_out_seeds],
     }
 
 
@@ -70,7 +70,7 @@ def keep_game(evaluator: Evaluator, run: Path, step: int, source: str, games: Se
 def keep_quick_best(evaluator: Evaluator, run: Path, step: int) -> None:
     """Find and keep the best program of an interrupted run."""
     for source in choose_best(evaluator, run, QUICK_GAMES).ranking[:1]:
-        (games,) = evaluator.play([source], evaluator.held_out[:QUICK_BOARDS], record=True)
+        (games,) = evaluator.play([source], evaluator.held_out_seeds[:QUICK_BOARDS], record=True)
         keep_game(evaluator, run, step, source, games)
 
 
