@@ -35,8 +35,8 @@ from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore,
 from mini.tokens import HISTORY, VOCABULARY, ChessTokens, Tokens
 from toolkit import UsageError
 
-Task = Literal["P", "A"]
-TASKS: tuple[Task, ...] = ("P", "A")
+Kind = Literal["P", "A"]
+KINDS: tuple[Kind, ...] = ("P", "A")
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
 OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
@@ -46,7 +46,7 @@ OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 class Example:
     """A document: a prompt and the right answer."""
 
-    task: Task
+    task: Kind
     prompt: str
     answer: str
 
@@ -156,7 +156,7 @@ A_GRAMMAR = re.compile(rf"([^+\n]+)\+({NUMBER})\+([01])\+([01])")
 class Verdict:
     """The judgement of an answer against the right one."""
 
-    task: Task
+    task: Kind
     valid: bool  # matches the grammar
     scores: dict[str, float]  # per field, 0 to 1; empty if not valid
     listed: int = 0  # moves of a P answer, valid or not, where the position is known
@@ -177,7 +177,7 @@ class Verdict:
                                   for name, score in self.scores.items())  # fmt: skip
 
 
-def judge(task: Task, answer: str, truth: str, fen: str | None = None) -> Verdict:
+def judge(task: Kind, answer: str, truth: str, fen: str | None = None) -> Verdict:
     """Judge an answer; by the strict grammar if the prompt's position is given.
 
     Raises ValueError if the truth itself breaks the grammar.
@@ -278,8 +278,8 @@ def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float]
 class Corpus:
     """Documents by task: training and held-out."""
 
-    train: dict[Task, list[Example]]
-    held_out: dict[Task, list[Example]]
+    train: dict[Kind, list[Example]]
+    held_out: dict[Kind, list[Example]]
 
 
 def shipped_examples() -> list[Example]:
@@ -354,8 +354,8 @@ def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
     if config.data:
         examples = read_corpus(config.data, config.data_lines, tokens)
         random.Random("held out").shuffle(examples)
-        train = {task: [e for e in examples if e.task == task] for task in TASKS}
-        held_out = {task: train[task][: config.held_out] for task in TASKS}
+        train = {task: [e for e in examples if e.task == task] for task in KINDS}
+        held_out = {task: train[task][: config.held_out] for task in KINDS}
     else:
         policy = shipped_examples()
         if config.held_out >= len(policy):
@@ -368,12 +368,12 @@ def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
                  "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
     forbidden = {example.prompt for examples in held_out.values() for example in examples}
     forbidden |= {mirrored(example).prompt for example in held_out["P"]}
-    train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in TASKS}
-    for task in TASKS:
+    train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in KINDS}
+    for task in KINDS:
         if not train[task]:
             raise UsageError(f"--held-out {config.held_out}: of {len(held_out[task])} usable {task} lines none are "
                              "left to train on")  # fmt: skip
-    say(" and ".join(f"{len(train[task])} {task}" for task in TASKS) + " lines to train on")
+    say(" and ".join(f"{len(train[task])} {task}" for task in KINDS) + " lines to train on")
     return Corpus(train, held_out)
 
 
@@ -425,7 +425,7 @@ class ChessTask:
                     for item, rows in zip(items, completions, strict=True)]  # fmt: skip
         rewards = torch.tensor([[shaped(verdict, self.shaping) for verdict in group] for group in verdicts])
         figures = {}
-        for task in TASKS:
+        for task in KINDS:
             group = torch.tensor([item.task == task for item in items])
             if group.any():
                 figures[f"reward/{task}"] = rewards[group].mean().item()
@@ -446,7 +446,7 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
     def mean(values: Sequence[float]) -> float | None:
         return sum(values) / len(values) if values else None
 
-    scores = {kind: [v.scores for v in verdicts if v.task == kind] for kind in TASKS}
+    scores = {kind: [v.scores for v in verdicts if v.task == kind] for kind in KINDS}
     listed = sum(verdict.listed for verdict in verdicts)
     return {
         "reward": mean([shaped(verdict, task.shaping) for verdict in verdicts]),
@@ -459,7 +459,7 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
     }
 
 
-def report_on(answers: dict[Task, list[str]], task: ChessTask) -> Report:
+def report_on(answers: dict[Kind, list[str]], task: ChessTask) -> Report:
     """The report on one answer for each held-out prompt, over all tasks and for each."""
     judged = {kind: [task.judge(item, text) for item, text in zip(task.corpus.held_out[kind], texts, strict=True)]
               for kind, texts in answers.items()}  # fmt: skip
@@ -470,8 +470,8 @@ def report_on(answers: dict[Task, list[str]], task: ChessTask) -> Report:
 def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> Report:
     """One sampled answer per held-out prompt, with the same random numbers every time."""
     generator = torch.Generator(model.device).manual_seed(0)
-    answers: dict[Task, list[str]] = {}
-    for kind in TASKS:
+    answers: dict[Kind, list[str]] = {}
+    for kind in KINDS:
         prompts = [task.prompt_ids(item) for item in task.corpus.held_out[kind]]
         made = [generate(model, prompts[i : i + 32], 1, sampling, task.end, generator)[0].answers(task.end)
                 for i in range(0, len(prompts), 32)]  # fmt: skip
@@ -501,7 +501,7 @@ def controls(task: ChessTask) -> dict[str, Report]:
     def other_side(fen: str) -> str:
         return re.sub(" [wb] ", " b " if " w " in fen else " w ", fen, count=1)
 
-    columns: dict[str, list[tuple[Task, Callable[[Example], str]]]] = {
+    columns: dict[str, list[tuple[Kind, Callable[[Example], str]]]] = {
         "blind": [("A", lambda item, text=text: text) for text in blind],  # type: ignore[misc]
         "copied": [("A", lambda item: item.fen + goes_on)],
         "copied, other side": [("A", lambda item: other_side(item.fen) + goes_on)],
@@ -624,7 +624,7 @@ def warm_start(model: GPT, task: ChessTask, config: ModelOptions) -> None:
 
 def step_line(number: int, steps: int, figures: Figures) -> str:
     """One printed line for a step of GRPO."""
-    by_task = {kind: "  ".join(f"{task} {figures[f'{kind}/{task}']:.2f}" for task in TASKS
+    by_task = {kind: "  ".join(f"{task} {figures[f'{kind}/{task}']:.2f}" for task in KINDS
                                if f"{kind}/{task}" in figures) for kind in ("reward", "valid")}  # fmt: skip
     parts = " + ".join(f"{figures[f'seconds/{part}']:.1f} {part}" for part in ("generate", "score", "train"))
     more = f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}" if "kl_exact" in figures else ""
@@ -664,7 +664,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     if checkpoint:
         restore(learner.restore, checkpoint, run.saved)
     lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
-             for name, told in blind.items() for kind in TASKS if kind in told}  # fmt: skip
+             for name, told in blind.items() for kind in KINDS if kind in told}  # fmt: skip
     flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
                       lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
     save_model(learner.model, task.tokens, run.folder / "model")

@@ -351,14 +351,14 @@ def summary(tokens: Tensor, right: Tensor, corpus: Corpus) -> Report:
 
 
 @torch.no_grad()
-def foretold(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
+def next_token_report(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
     """The summary over all tokens of the windows (N, 1 + T)."""
     tokens = [judged(score(model, whole_rows(part), 1.0)[1], part[:, 1:]) for part in windows.split(16)]
     return summary(torch.cat(tokens), windows[:, 1:], corpus)
 
 
 @torch.no_grad()
-def filled_in(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: TextConfig) -> Report:
+def unmasking_report(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: TextConfig) -> Report:
     """The summary over masked tokens of the windows (N, T), the same for every model.
 
     A counting model predicts a masked token from its left neighbour, which it is given even where that is masked too.
@@ -376,10 +376,14 @@ def filled_in(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: Text
 def evaluate(model: GPT | Counts, corpus: Corpus, config: TextConfig) -> Report:
     """A model on the held-out windows: next tokens, or for denoise masked ones."""
     windows = corpus.held_out_windows(config.horizon, config.held_out)
-    return filled_in(model, windows, corpus, config) if config.algo == "denoise" else foretold(model, windows, corpus)
+    return (
+        unmasking_report(model, windows, corpus, config)
+        if config.algo == "denoise"
+        else next_token_report(model, windows, corpus)
+    )
 
 
-def written(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
+def generation_report(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
     """What a model writes itself, with the same random numbers every time."""
     T, generator = config.horizon, torch.Generator(model.device).manual_seed(0)
     windows = corpus.held_out_windows(T, config.held_out)
@@ -464,7 +468,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
             say(f"warm start: {config.warm_steps} supervised steps")
         likelihood_from(start, corpus, config, config.warm_steps, math.inf, config.seed + 2**31)
         write(path, dict(start.state_dict()))
-        run.extra["before"] = evaluate(start, corpus, config) | written(start, corpus, config)
+        run.extra["before"] = evaluate(start, corpus, config) | generation_report(start, corpus, config)
     before = run.extra["before"]
     unigram, bigram = (Counts(corpus.train, corpus.tokens.size, two) for two in (False, True))
     baselines = {"commonest": evaluate(unigram, corpus, config), "bigram": evaluate(bigram, corpus, config)}
@@ -480,7 +484,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
         return None if learner.step % config.log_steps else f"step {learner.step}  {said}"
 
     flat = run.follow(learner, learn(learner, corpus, config), line)
-    after = evaluate(learner.model, corpus, config) | written(learner.model, corpus, config)
+    after = evaluate(learner.model, corpus, config) | generation_report(learner.model, corpus, config)
     if config.control and config.algo in ("grpo", "ppo"):
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
         control = likelihood_from(start, corpus, config, math.inf, learner.seconds, config.seed)

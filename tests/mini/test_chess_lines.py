@@ -19,7 +19,7 @@ import pytest
 from mini.chess_lines import (
     SHIPPED,
     Example,
-    Task,
+    Kind,
     best_first,
     environment_line,
     illegal_move,
@@ -336,7 +336,7 @@ BEFORE = "8/2k2b2/R1p4r/3p1p2/P7/2P2B1P/5PPK/4R3 w - - 1 31"  # the position of 
 
 
 def test_right_answers() -> None:
-    right: tuple[tuple[Task, str, str], ...] = (("P", P, START), ("A", A, BEFORE))
+    right: tuple[tuple[Kind, str, str], ...] = (("P", P, START), ("A", A, BEFORE))
     for task, truth, fen in right:
         assert judge(task, truth, truth, fen).exact
         verdict = judge(task, truth, truth)

@@ -28,7 +28,7 @@ from mini.text import (
     draw_windows,
     evaluate,
     fill,
-    filled_in,
+    generation_report,
     group_advantages,
     grpo_step,
     hide,
@@ -38,8 +38,8 @@ from mini.text import (
     roll_out,
     token_rewards,
     unmask,
+    unmasking_report,
     whole_rows,
-    written,
 )
 from tests.mini.helpers import LATENT, SMALL, elsewhere, log_probs_of, small_model
 from toolkit import UsageError
@@ -329,8 +329,8 @@ def test_every_model_is_asked_for_the_same_gaps() -> None:
         bits["model"] -= logits.log_softmax(0)[GAPPED[n, t]].item() / math.log(2)
         bits["table"] -= table.logits(GAPPED[n, t - 1][None])[0, GAPPED[n, t]].item() / math.log(2)
         count += 1
-    found = {"model": filled_in(model, GAPPED, corpus, config)["bits"],
-             "table": filled_in(table, GAPPED, corpus, config)["bits"]}  # fmt: skip
+    found = {"model": unmasking_report(model, GAPPED, corpus, config)["bits"],
+             "table": unmasking_report(table, GAPPED, corpus, config)["bits"]}  # fmt: skip
     assert found == pytest.approx({name: total / count for name, total in bits.items()}, abs=1e-4)
 
 
@@ -357,5 +357,7 @@ def test_every_tensor_of_a_step_and_a_report_is_made_where_the_model_is(
         learner, config = learner_and_config(algo=algo, context=context, iters=2, held_out=4, critic_lr=1e-2)
         with place():
             losses = [figures["loss"] for figures in learn(learner, CORPUS, config)]
-            found.append([*losses, evaluate(learner.model, CORPUS, config), written(learner.model, CORPUS, config)])
+            found.append(
+                [*losses, evaluate(learner.model, CORPUS, config), generation_report(learner.model, CORPUS, config)]
+            )
     assert found[0] == found[1]

@@ -17,7 +17,7 @@ from mini.__main__ import main, parse_arguments
 from mini.config import TextConfig, text_defaults
 from mini.grpo import supervised
 from mini.model import GPT, GptConfig, Rows
-from mini.text import STEPS, CharTokens, Corpus, Report, collapse, foretold, summary, written
+from mini.text import STEPS, CharTokens, Corpus, Report, collapse, generation_report, next_token_report, summary
 from tests.mini.helpers import run_mini
 
 SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --latent 4"
@@ -81,7 +81,7 @@ def test_a_model_is_judged_token_by_token_as_alone() -> None:
         probs = model.logits(model(window[None, :-1], torch.ones(1, 6)))[0].softmax(1)
         bits -= sum(math.log2(probs[t, token].item()) for t, token in enumerate(window[1:].tolist()))
         hits += sum(int(probs[t].argmax()) == token for t, token in enumerate(window[1:].tolist()))
-    report = foretold(model, windows, corpus)
+    report = next_token_report(model, windows, corpus)
     assert (report["bits"], report["right"]) == pytest.approx((bits / 30, hits / 30))
 
 
@@ -91,11 +91,11 @@ def test_a_collapse_is_named() -> None:
     ids = torch.randint(4, (400,))
     corpus, config = Corpus(CharTokens("abcd"), ids, ids), TextConfig(horizon=8)
     model = GPT(GptConfig(1, 2, 16, 32, 4))
-    assert collapse(written(model, corpus, config)) is None
+    assert collapse(generation_report(model, corpus, config)) is None
     with torch.no_grad():
         model.ln_f.bias.copy_(50 * model.wte.weight[2])
         model.wte.weight[2] *= 100
-    said = collapse(written(model, corpus, config))
+    said = collapse(generation_report(model, corpus, config))
     assert said is not None
     assert said.startswith("collapsed: 100% of what the model writes is 'c', which is 2")
 
