@@ -1960,6 +1960,17 @@ class Evaluator:
         return by_first_rank(lambda: shared_pool().judge(jobs))
 
 
+def held_out_games(config: AnyConfig, others: Mapping[str, str] | None = None) -> BackgroundGames:
+    """The games of the controls, and of other programs by their names, on the held-out boards.  They begin now: a
+    model's start leaves a core idle, and so does its training."""
+    from toolkit.games import programs
+
+    games = programs.BackgroundGames(map(Stage.read, config.held_out), partial(Evaluator, config))
+    if RANK == 0:
+        games.add({**programs.controls(LAYOUTS[config.keys]), **(others or {})})
+    return games
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -2211,15 +2222,17 @@ def start_players(config: GameOptions) -> Pool:
 
 def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     """The train command: train, evaluate with and without the adapter, save.  Returns what --json prints."""
-    from toolkit.games import programs
     from toolkit.run import results, runs, trackers
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
-    ranks.join_ranks(config, partial(machine.prepare_environment, rows=machine.rows_at_once(config)))
+    if RANKS > 1:
+        machine.prepare_environment(config.model == "tiny", machine.rows_at_once(config))
+        ranks.join(config.loader)
     start_players(config)
-    run = trackers.kept_in(by_first_rank(partial(runs.open_run, config)))
-    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config))
+    run = by_first_rank(lambda: runs.open_run(config))
+    trackers.keep_in(run)
+    games = held_out_games(config)
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
@@ -2256,7 +2269,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     else:
         config.model = machine.resolve_model(config.model)
         machine.check_model(config.model, config.reasoning, config.max_seq_length)
-    games = programs.start_controls(map(Stage.read, config.held_out), partial(Evaluator, config), sources)
+    games = held_out_games(config, sources)
     say = partial(console.print, soft_wrap=True)
     scores = {} if sources else programs.evaluate_model(games.evaluators, *load_model(config.model, config, say))
     return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
@@ -2314,7 +2327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from toolkit import cli
 
     argv, known = list(sys.argv[1:] if argv is None else argv), commands()
-    return cli.main(partial(parse_arguments, argv), known[cli.split(argv, known)[0]][1])
+    name, _ = cli.split(argv, known)
+    return cli.main(partial(parse_arguments, argv), run=known[name][1])
 
 
 if __name__ == "__main__":

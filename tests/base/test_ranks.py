@@ -129,7 +129,6 @@ def test_one_process_needs_no_library_to_agree_with_itself() -> None:
     done = run_python(
         "import sys\n"
         "from toolkit.base import ranks\n"
-        "ranks.join_ranks(None, None)\n"
         "assert (ranks.RANK, ranks.RANKS) == (0, 1)\n"
         "assert ranks.gathered((1, 2)) == [1, 2]\n"
         "assert ranks.by_first_rank(lambda: 3) == 3\n"
@@ -140,14 +139,10 @@ def test_one_process_needs_no_library_to_agree_with_itself() -> None:
 
 AGREE = """
 import json, sys
-from types import SimpleNamespace
 from toolkit.base import ranks
 
-def prepare(offline):
-    assert offline and "torch" not in sys.modules
-
 made = []
-ranks.join_ranks(SimpleNamespace(model="tiny", loader="transformers"), prepare)
+ranks.join("transformers")
 ours = ranks.by_first_rank(lambda: made.append(ranks.RANK) or {"of": ranks.RANK})
 all_of_them = ranks.gathered([ranks.RANK, "a"])
 print(json.dumps([ranks.RANK, made, ours, all_of_them]), flush=True)
@@ -158,7 +153,7 @@ ranks.by_first_rank(lambda: 1 // 0)
 
 @pytest.mark.slow
 def test_all_ranks_get_what_the_first_made_and_end_if_it_failed(tmp_path: Path) -> None:
-    """`by_first_rank` and `gathered` in two processes that met by `join_ranks`."""
+    """`by_first_rank` and `gathered` in two processes that met by `join`."""
     script = tmp_path / "agree.py"
     script.write_text(AGREE)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -52,7 +52,7 @@ def test_a_missing_tracker_is_refused_with_the_command_that_installs_it(
 
 def test_what_the_environment_says_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {"WANDB_MODE": "online"})
-    assert trackers.kept_in(tmp_path) == tmp_path
+    trackers.keep_in(tmp_path)
     assert os.environ["WANDB_MODE"] == "online"
     assert os.environ["WANDB_DIR"] == str(tmp_path)
 

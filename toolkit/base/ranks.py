@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -19,22 +19,9 @@ RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 SHARDED = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # the model is spread over the GPUs of all ranks
 
 
-class RankConfig(Protocol):
-    """What `join_ranks` reads of a run's configuration."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def loader(self) -> str: ...
-
-
-def join_ranks(config: RankConfig, prepare: Callable[[bool], None]) -> None:
-    """Start the process group.  `prepare(offline)` sets the environment before the first import of a library."""
-    if RANKS == 1:
-        return
-    prepare(config.model == "tiny")
-    if config.loader == "unsloth":
+def join(loader: str) -> None:
+    """Start the process group.  The environment variables of the libraries have to be set."""
+    if loader == "unsloth":
         import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
     import torch
     from accelerate import PartialState

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 from toolkit import UsageError, stage_name
 from toolkit.base.bars import in_parts
-from toolkit.base.ranks import RANK
 from toolkit.games import evaluation
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,16 +248,6 @@ class BackgroundGames:
             stage: {name: score(evaluator, self.games[stage, name]) for name in self._sources}
             for stage, evaluator in self.evaluators.items()
         }
-
-
-def start_controls(
-    stages: Iterable[tuple[int, int]], evaluator_of: Callable[..., Evaluator], others: Mapping[str, str] | None = None
-) -> BackgroundGames:
-    """The controls and other programs begin to play: a model's start leaves a core idle, and so does its training."""
-    games = BackgroundGames(stages, evaluator_of)
-    if RANK == 0:
-        games.add({**controls(games.first.letters), **(others or {})})
-    return games
 
 
 def evaluate_model(evaluators: Mapping[str, Evaluator], model: Any, tokenizer: Any) -> dict[str, evaluation.Score]:

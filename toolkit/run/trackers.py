@@ -30,10 +30,10 @@ def named(report_to: str) -> list[str]:
     return names
 
 
-def kept_in(run: Path) -> Path:
+def keep_in(run: Path) -> None:
     """Keep the trackers' files in a run's folder, and on this machine, unless the environment says otherwise.
 
-    Call it before TRL is imported, which imports wandb and trackio.  Returns the folder.
+    Call it before TRL is imported, which imports wandb and trackio.
     """
     place = run.resolve()
     settings = {
@@ -44,7 +44,6 @@ def kept_in(run: Path) -> Path:
     }  # fmt: skip
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
-    return run
 
 
 def report(trainer: Any, report_to: str, run: Path) -> None:
