@@ -41,7 +41,6 @@ def parse_arguments(argv: list[str]) -> Config:
         if given["algo"] in options.ALGORITHMS.get(given["recipe"], ()):
             default = options.text_defaults(given["algo"], given["recipe"], given["tokens"])
     config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
-    options.check_config(config)
     return config
 
 

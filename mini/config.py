@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from toolkit import UsageError
 
@@ -35,6 +35,13 @@ class RunOptions:
     control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
     patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+
+    def check(self) -> None:
+        """Raise UsageError where the run's folder or its tracker is missing."""
+        if self.track == "wandb" and not importlib.util.find_spec("wandb"):
+            raise UsageError("--track wandb: wandb is not installed (./setup.sh --with cloud)")
+        if self.resume and self.log_dir is None:
+            raise UsageError("--resume needs the --log-dir of the run that is to go on")
 
 
 @dataclass(kw_only=True)
@@ -91,6 +98,15 @@ class GrpoOptions:
 @dataclass(kw_only=True)
 class ChessConfig(GrpoOptions, ModelOptions, RunOptions):
     """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
+
+    def check(self) -> None:
+        """Raise UsageError where two options contradict each other."""
+        if self.temperature == 0:
+            raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
+        if self.adaptive_kl and not self.kl_coef:
+            raise UsageError("--adaptive-kl has no weight to adapt: add --kl-coef 0.02")
+        if self.k_samples == 1 and self.baseline_type != "ema" and not self.use_gae:
+            raise UsageError(f"--k-samples 1 leaves {self.baseline_type} nothing to compare: use ema, or --use-gae")
 
 
 @dataclass(kw_only=True)
@@ -171,6 +187,19 @@ class TextOptions(CommonOptions):
 class TextConfig(TextOptions, RunOptions):
     """Train a small GPT on a text in one of four ways; report before and after, with baselines that need no reward."""
 
+    def check(self) -> None:
+        """Raise UsageError where two options contradict each other."""
+        if self.horizon >= self.block:
+            raise UsageError(f"--block {self.block} has no room for windows of {self.horizon} tokens: lower --horizon")
+        if self.n_embd % self.n_head:
+            raise UsageError(f"--n-embd {self.n_embd} cannot be shared by --n-head {self.n_head}")
+        if self.n_embd % 2 and self.start == "copying":
+            raise UsageError(f"--n-embd must be even, not {self.n_embd}, or add --start gpt2")
+        if self.tokens == "gpt2" and self.vocabulary is None:
+            raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
+        if self.algo == "grpo" and self.k_samples == 1:
+            raise UsageError("--k-samples 1 leaves GRPO nothing to compare")
+
 
 PUBLISHED: dict[str, Any] = {
     "n_layer": 6, "n_head": 6, "n_embd": 384, "block": 256, "start": "gpt2", "horizon": 70, "batch_size": 32,
@@ -195,45 +224,3 @@ def text_defaults(algo: str, recipe: str, tokens: str) -> TextConfig:
 ALIASES = {"--batch": ["--batch-size"], "--ref-type": ["--reference"], "--neg-reward": ["--reward-mode", "pm1"]}  # text
 
 Config = ChessConfig | EvalConfig | SampleConfig | DataConfig | TextConfig
-
-
-def flag(name: str) -> str:
-    """A field's option on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def check_config(config: Config) -> None:
-    """Raise UsageError for the first option that is out of range or contradicts another."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        for low, high in getattr(hint, "__metadata__", ()):
-            if value is not None and not low <= value <= high:
-                raise UsageError(f"{flag(name)} must lie between {low:g} and {high:g}, not {value}")
-    if isinstance(config, ChessConfig):
-        if config.temperature == 0:
-            raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
-        if config.adaptive_kl and not config.kl_coef:
-            raise UsageError("--adaptive-kl has no weight to adapt: add --kl-coef 0.02")
-        if config.k_samples == 1 and config.baseline_type != "ema" and not config.use_gae:
-            raise UsageError(f"--k-samples 1 leaves {config.baseline_type} nothing to compare: use ema, or --use-gae")
-    if isinstance(config, TextConfig):
-        check_text(config)
-    if isinstance(config, ChessConfig | TextConfig):
-        if config.track == "wandb" and not importlib.util.find_spec("wandb"):
-            raise UsageError("--track wandb: wandb is not installed (./setup.sh --with cloud)")
-        if config.resume and config.log_dir is None:
-            raise UsageError("--resume needs the --log-dir of the run that is to go on")
-
-
-def check_text(config: TextConfig) -> None:
-    """Raise UsageError for the first option of text that contradicts another."""
-    if config.horizon >= config.block:
-        raise UsageError(f"--block {config.block} has no room for windows of {config.horizon} tokens: lower --horizon")
-    if config.n_embd % config.n_head:
-        raise UsageError(f"--n-embd {config.n_embd} cannot be shared by --n-head {config.n_head}")
-    if config.n_embd % 2 and config.start == "copying":
-        raise UsageError(f"--n-embd must be even, not {config.n_embd}, or add --start gpt2")
-    if config.tokens == "gpt2" and config.vocabulary is None:
-        raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
-    if config.algo == "grpo" and config.k_samples == 1:
-        raise UsageError("--k-samples 1 leaves GRPO nothing to compare")

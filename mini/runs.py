@@ -22,12 +22,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from mini.config import ChessConfig, TextConfig, flag
+from mini.config import ChessConfig, TextConfig
 from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
 from mini.tokens import BpeTokens, ChessTokens, Tokens
 from toolkit import UsageError
 from toolkit.base.files import write_whole
+from toolkit.cli import spelled
 
 say = partial(print, flush=True)
 
@@ -99,7 +100,7 @@ class Run:
             raise UsageError(f"{self.folder} has a run of {command} in it, not of {self.settings['command']}")
         for name in sorted(self.settings.keys() - MAY_DIFFER):
             if self.settings[name] != state["config"].get(name):
-                raise UsageError(f"the run in {self.folder} had {flag(name)} {state['config'].get(name)}, "
+                raise UsageError(f"the run in {self.folder} had {spelled(name)} {state['config'].get(name)}, "
                                  f"not {self.settings[name]}")  # fmt: skip
         self.extra = state["extra"]
         return state

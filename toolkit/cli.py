@@ -122,8 +122,9 @@ def check_config(config: Any) -> None:
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         numbers = value if isinstance(value := getattr(config, name), tuple) else [value]
         for low, high in getattr(hint, "__metadata__", ()):
-            if out := [number for number in numbers if not low <= number <= high]:
-                raise UsageError(f"{spelled(name)} must lie between {low} and {high}, not {out[0]}")
+            if out := [number for number in numbers if number is not None and not low <= number <= high]:
+                ends = (format(end, ".15g") if isinstance(end, float) else end for end in (low, high))
+                raise UsageError("{} must lie between {} and {}, not {}".format(spelled(name), *ends, out[0]))
     for kind in type(config).__mro__:
         if check := vars(kind).get("check"):
             check(config)
