@@ -1703,7 +1703,7 @@ EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by meas
     "objective": "mean", "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
     "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
-    "model": "smollm2", "steps": 60, "generations": 16, "batch_size": 8, "accumulation": 2, "boards": 2,
+    "model": "smollm2", "steps": 40, "generations": 32, "batch_size": 8, "accumulation": 4, "boards": 2,
     "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
     "temperature": 0.8, "example": "random", "games": 64, "best_of": 256}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}

@@ -75,7 +75,7 @@ def test_a_stage_that_is_never_won_is_named_before_the_model_collapses() -> None
     step = dataclasses.replace(HEALTHY, won=0.0)
     said = [watcher.look(step, {}) for _ in range(11)]
     assert said[:10] == [""] * 10
-    assert "begin --ladder with an easier stage" in said[10]
+    assert "raise --generations, or begin --ladder with an easier stage" in said[10]
     assert watcher.look(dataclasses.replace(step, won=0.1), {}) != said[10]
 
 

@@ -244,8 +244,8 @@ class Watcher:
                 entropy > 3 * usual + 0.5,
             "KL runs away, the model is far from where it started: lower --learning-rate, or raise --beta":
                 logs.get("sampled/kl", 0.0) > FAR,
-            "no game was won in the last ten steps, so no reward shows what to find: begin --ladder with an easier "
-            "stage (a smaller tile, a larger board)": self._unwon > REPEAT,
+            "no game was won in the last ten steps, so no reward shows what to find: raise --generations, or begin "
+            "--ladder with an easier stage (a smaller tile, a larger board)": self._unwon > REPEAT,
             "random moves would do as well: only a harder stage shows skill (--ladder has the stages)":
                 self._at_stage > REPEAT and step.won <= step.random_won,
         }  # fmt: skip
