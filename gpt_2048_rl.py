@@ -2231,7 +2231,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         ranks.join(config.loader)
     start_players(config)
     run = by_first_rank(lambda: runs.open_run(config))
-    trackers.keep_in(run)
+    trackers.keep_in(run, config.report_to)
     games = held_out_games(config)
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)

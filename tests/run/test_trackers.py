@@ -51,10 +51,12 @@ def test_a_missing_tracker_is_refused_with_the_command_that_installs_it(
 
 
 def test_what_the_environment_says_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: sys.__spec__)
     monkeypatch.setattr(os, "environ", {"WANDB_MODE": "online"})
-    trackers.keep_in(tmp_path)
+    trackers.keep_in(tmp_path, "tensorboard,wandb")
     assert os.environ["WANDB_MODE"] == "online"
     assert os.environ["WANDB_DIR"] == str(tmp_path)
+    assert not [name for name in os.environ if name.startswith(("TRACKIO", "MLFLOW"))]
 
 
 def test_pages_need_no_tracker(trained: Run, tmp_path: Path) -> None:

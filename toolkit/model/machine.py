@@ -594,9 +594,9 @@ def prepare(
     local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
     prepare_environment(local, rows_at_once(config))
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
+    gpu = gpu_is_there()
+    logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)  # it looks for kernels
     if not plain:
-        gpu = gpu_is_there()
-        logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)
         with contextlib.nullcontext() if gpu else contextlib.redirect_stdout(io.StringIO()):
             import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
     import torch

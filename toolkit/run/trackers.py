@@ -30,20 +30,21 @@ def named(report_to: str) -> list[str]:
     return names
 
 
-def keep_in(run: Path) -> None:
-    """Keep the trackers' files in a run's folder, and on this machine, unless the environment says otherwise.
+def keep_in(run: Path, report_to: str) -> None:
+    """Keep the files of --report-to's trackers in a run's folder, unless the environment says otherwise.
 
     Call it before TRL is imported, which imports wandb and trackio.
     """
     place = run.resolve()
-    settings = {
-        "WANDB_DIR": place, "WANDB_MODE": "offline", "WANDB_PROJECT": PROJECT,
-        "TRACKIO_DIR": place / "trackio",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlflow.db'}", "MLFLOW_EXPERIMENT_NAME": PROJECT,
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+    settings: dict[str, dict[str, object]] = {
+        "wandb": {"WANDB_DIR": place, "WANDB_MODE": "offline", "WANDB_PROJECT": PROJECT},
+        "trackio": {"TRACKIO_DIR": place / "trackio"},
+        "mlflow": {"MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlflow.db'}", "MLFLOW_EXPERIMENT_NAME": PROJECT,
+                   "MLFLOW_DISABLE_TELEMETRY": "true"},
     }  # fmt: skip
-    for name, value in settings.items():
-        os.environ.setdefault(name, str(value))
+    for tracker in named(report_to):
+        for name, value in settings.get(tracker, {}).items():
+            os.environ.setdefault(name, str(value))
 
 
 def report(trainer: Any, report_to: str, run: Path) -> None:
