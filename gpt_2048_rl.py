@@ -2236,7 +2236,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
-    with runs.blaming_the_folder(run), results.surviving_lack_of_memory(run, config, say):
+    with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
         progress = learn(model, tokenizer, config, run, view, games)
         return results.conclude(progress, model, tokenizer, started, console)
 

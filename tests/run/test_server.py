@@ -1,4 +1,4 @@
-"""Sampling from a vLLM server: its command line, what it is sent, and a training run with a real server on a CPU.
+"""Sampling from a vLLM server: its command line, what it is sent, its failures, and a run with a real one on a CPU.
 
 vLLM has no LoRA for experts on a CPU.  There a server takes an adapter and cannot sample with it.  So the run's server
 gets the merged weights, of attention alone, because it would keep its packed experts; all else is as on a GPU.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
+from tests.conftest import flags
 from tests.helpers import cmdline, descendants, serving
 from tests.preloaded import call
 from toolkit import VLLM, UsageError
@@ -182,6 +184,102 @@ def test_what_vllm_needs_is_said_before_anything_is_loaded(
     monkeypatch.setattr(machine, "gpu_is_there", lambda: gpu)
     assert program.main(["--model", "tiny", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server that fails in the middle of a run
+
+
+class Stand(BaseHTTPRequestHandler):
+    """In vLLM's place: it samples from the embedded model itself, whose adapters hardly change in these runs."""
+
+    model: Any = None
+    steps, untold = 99, 0.0  # answers before it dies; share of log-probabilities that are null
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions":
+            self.answer({})
+        elif Stand.steps:
+            Stand.steps -= 1
+            self.answer({"choices": list(map(self.choice, range(len(asked["prompt"])), *self.sample(asked)))})
+        else:
+            self.server.shutdown()
+            self.server.server_close()  # nor does it take another connection
+
+    def sample(self, asked: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids of a completion of each prompt, and their log-probabilities.  All prompts are equal."""
+        import torch
+
+        prompts = torch.tensor(asked["prompt"])
+        done = self.model.generate(prompts, do_sample=True, top_k=0, max_new_tokens=asked["max_tokens"],
+                                   output_logits=True, return_dict_in_generate=True)  # fmt: skip
+        ids = done.sequences[:, prompts.shape[1] :]  # (B, T)
+        told = torch.stack(done.logits, 1).log_softmax(-1).gather(2, ids[..., None])[..., 0]  # (B, T)
+        ends = [next((i + 1 for i, token in enumerate(row) if token in asked["stop_token_ids"]), len(row))
+                for row in ids.tolist()]  # fmt: skip
+        return tuple([row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (ids, told))  # type: ignore[return-value]
+
+    def choice(self, index: int, ids: list[int], told: list[float]) -> dict[str, Any]:
+        shown = [None if place < self.untold * len(told) else value for place, value in enumerate(told)]
+        return {"index": index, "token_ids": ids, "logprobs": {"token_logprobs": shown}}
+
+    def answer(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def train_with_a_stand(out: str, answers: str, untold: str, status: str) -> None:
+    """A short run with such a server."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    Stand.model = AutoModelForCausalLM.from_pretrained(tiny.folder_of("bepo"), dtype=torch.float32)
+    Stand.steps, Stand.untold = int(answers), float(untold)
+    words = flags(output_dir=out, run_name="run", steps=2, best_of=0, sampler="vllm", learning_rate=1e-6)
+    with (
+        serving(Stand) as url,
+        (Path(out) / "log").open("w") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        assert program.main([*words, "--vllm-server", url]) == int(status)
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_dies_goes_on_with_the_next(base: Path, tmp_path: Path) -> None:
+    """It ended without a page and without the command."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    call(train_with_a_stand, tmp_path, 1, 0, 2)
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert re.search(r"the vLLM server http://\S+ failed at /v1/completions .*: see its log, then start again", line)
+    again = f"to resume: python gpt_2048_rl.py --output-dir {tmp_path} --run-name run --vllm-server http://"
+    assert again in log.read_text()
+    assert (run / "report.html").is_file()
+    call(train_with_a_stand, tmp_path, 9, 0, 0)
+    assert "resuming after step 1" in log.read_text()
+    assert json.loads((run / "result.json").read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_trains_where_a_server_leaves_log_probabilities_out(base: Path, tmp_path: Path) -> None:
+    """vLLM answers null for some (trl 6166), here for the first fifth of every completion."""
+    from toolkit.run.reading import read_curves
+
+    call(train_with_a_stand, tmp_path, 9, 0.2, 0)
+    curves = read_curves(tmp_path / "run")
+    assert all(0.1 < share < 0.4 for share in curves["sampler/untold"].values())
+    assert max(curves["sampler/gap"].values()) < 1e-3
+    assert [math.isfinite(norm) for norm in curves["grad_norm"].values()] == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import OutOfMemory
+from toolkit import OutOfMemory, ServerFailed
 from toolkit.base import files
 from toolkit.base.ranks import RANK, RANKS, by_first_rank
 from toolkit.games import evaluation
@@ -152,15 +152,15 @@ def again(run: Path, config: Any) -> str:
 
 
 @contextlib.contextmanager
-def surviving_lack_of_memory(run: Path, config: Any, say: Callable[[Any], None]) -> Iterator[None]:
-    """Where memory runs out, write the page of what there is, and say how to go on."""
+def saying_how_to_go_on(run: Path, config: Any, say: Callable[[Any], None]) -> Iterator[None]:
+    """Where memory runs out or a server fails, write the page of what there is, and say how to go on."""
     try:
         yield
-    except OutOfMemory as error:  # of this rank: the others may wait for it, so nothing is asked of them
+    except (OutOfMemory, ServerFailed) as error:  # of this rank: others may wait for it, so nothing is asked of them
         if RANK == 0:
             say(report.try_report(run))
-        if error.remedy.startswith("--"):
-            say(f"to resume: {again(run, config)} {error.remedy}")
+        if error.remedy[:2] in ("", "--"):
+            say(f"to resume: {again(run, config)} {error.remedy}".rstrip())
         raise
 
 

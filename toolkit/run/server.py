@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit import VLLM, UsageError, visible
+from toolkit import VLLM, ServerFailed, UsageError, visible
 from toolkit.base.files import no_link
 from toolkit.base.ranks import by_first_rank, whole_weights
 from toolkit.model import tiny
@@ -50,7 +50,7 @@ class ServerConfig(ModelConfig, Protocol):
 
 
 class Server:
-    """A vLLM server's endpoints.  Every error becomes a UsageError."""
+    """A vLLM server's endpoints.  Every error becomes a ServerFailed."""
 
     largest = 1 << 28  # bytes of an answer
 
@@ -98,7 +98,8 @@ class Server:
         return answer.status_code, bytes(read)
 
     def _failed(self, path: str, reason: str) -> UsageError:
-        return UsageError(f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again")
+        said = f"the vLLM server {self._url} failed at {path} ({reason}): see {self._log}, then start again"
+        return ServerFailed(said)
 
     def load(self, adapter: Path, name: str) -> None:
         """Load an adapter from a folder that the server can read."""
