@@ -24,7 +24,7 @@ from tests import preloaded
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run, run_python
 from toolkit import UsageError
-from toolkit.model.doctor import DoctorConfig, doctor
+from toolkit.model.doctor import DoctorConfig, doctor, time_row
 from toolkit.model.machine import (
     Machine,
     Settings,
@@ -427,7 +427,8 @@ def test_the_doctor_examines_the_settings_that_were_asked_for(gpt_oss: Path, exa
 def test_the_doctor_measures_a_form(base: Path) -> None:
     done = preloaded.run("doctor", "--model", "tiny", "--weights", "stored", "--measure", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["speeds"]["stored"] > 0
+    assert json.loads(done.stdout.splitlines()[-1])["speeds"]["stored"]["tokens_per_s"] > 0
+    assert "h of generating" in done.stderr
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -436,7 +437,7 @@ def test_the_fastest_form_is_kept_for_this_gpu_and_model(
 ) -> None:
     """A form that fails is left out.  Another GPU has its own choice."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    speeds = {"4bit": 700.0, "16bit": 800.0}
+    speeds = {"4bit": {"tokens_per_s": 700.0, "seconds": 15.0}, "16bit": {"tokens_per_s": 800.0, "seconds": 12.0}}
 
     def run(command: list[str], **_: Any) -> Any:
         weights = command[command.index("--weights") + 1]
@@ -449,6 +450,10 @@ def test_the_fastest_form_is_kept_for_this_gpu_and_model(
     assert told["speeds"] == speeds
     assert "stored: failed (error: it does not load)" in text
     assert "the fastest here: 800 tokens/s (doctor --measure)" in text
+    assert "1.1 h of generating" in text
+    assert "1.1 h of generating" in examined(H100, DoctorConfig(str(gpt_oss)))[1]
+    for other, weights in ((H100, "4bit"), (GB10, "auto")):
+        assert "not measured" in examined(other, DoctorConfig(str(gpt_oss), weights))[1]  # type: ignore[arg-type]
     kept = settings_of(H100, DEFAULTS, str(gpt_oss))
     assert kept.load["load_in_16bit"]
     assert kept.environment == {"UNSLOTH_MXFP4_KEEP_PACKED": "0"}
@@ -460,6 +465,14 @@ def test_without_a_gpu_there_is_nothing_to_choose(examined: Examined) -> None:
     told, text = examined(CPU, DoctorConfig("tiny", measure=True))
     assert told["speeds"] == {}
     assert "nothing to choose" in text
+
+
+def test_the_time_of_a_run_counts_its_evaluations() -> None:
+    """320 boards for each of two models and 512 programs are 36 batches of 32."""
+    what, time, why = time_row(DEFAULTS, 36.0)
+    assert (what, time) == ("time", "3.4 h of generating")
+    assert "300 steps and 36 batches of evaluation, 36.0 s each" in why
+    assert "80 steps and 45 batches" in time_row(program.train_defaults("tiny"), 1.0)[2]
 
 
 def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,7 +60,10 @@ class Program(Protocol):
     def build_prompt(self) -> str: ...
 
 
-def tokens_a_second(name: str, config: Any, program: Program) -> float:
+Speed = dict[str, float]  # tokens_per_s, and the seconds that a step's completions take
+
+
+def speed_of(name: str, config: Any, program: Program) -> Speed:
     """How fast a model with adapters generates, all completions of a step together.  The first answers warm up."""
     model, tokenizer = program.load_model(name, config, lambda _: None)
     model = program.add_adapters(model, config)
@@ -70,7 +74,7 @@ def tokens_a_second(name: str, config: Any, program: Program) -> float:
         texts = program.sample_completions(model, tokenizer, prompts, config)
         seconds = time.perf_counter() - started
         tokens = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
-    return tokens / seconds
+    return {"tokens_per_s": tokens / seconds, "seconds": seconds}
 
 
 def forms(machine: Machine, name: str) -> list[str]:
@@ -80,9 +84,9 @@ def forms(machine: Machine, name: str) -> list[str]:
     return ["4bit", "stored", *(["16bit"] if machine.memory >= ROOM_FOR_16_BITS else [])]
 
 
-def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, float]:
-    """Tokens a second of each form, each in a process of its own.  The fastest is kept for this GPU and model."""
-    found: dict[str, float] = {}
+def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, Speed]:
+    """The speed of each form, each in a process of its own.  The fastest is kept for this GPU and model."""
+    found: dict[str, Speed] = {}
     if not forms(machine, name):
         console.print(f"{name} has one form on this machine: there is nothing to choose", soft_wrap=True)
     for weights in forms(machine, name):
@@ -92,11 +96,10 @@ def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, fl
             console.print(f"{weights}: failed ({(done.stderr.splitlines() or ['no output'])[-1]})", soft_wrap=True)
             continue
         found[weights] = json.loads(done.stdout.splitlines()[-1])["speeds"][weights]
-        console.print(f"{weights}: {found[weights]:.0f} tokens/s")
+        console.print(f"{weights}: {found[weights]['tokens_per_s']:.0f} tokens/s")
     if found:
-        fastest = max(found, key=found.__getitem__)
-        kept = {"weights": fastest, "tokens_per_s": found[fastest]}
-        known = read_json(speeds()) | {speed_key(machine, name): kept}
+        fastest = max(found, key=lambda weights: found[weights]["tokens_per_s"])
+        known = read_json(speeds()) | {speed_key(machine, name): {"weights": fastest, **found[fastest]}}
         speeds().parent.mkdir(parents=True, exist_ok=True)
         write_whole(speeds(), json.dumps(known, indent=1) + "\n")
     return found
@@ -104,13 +107,27 @@ def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, fl
 
 def measured(
     config: DoctorConfig, machine: Machine, name: str, planned: Any, program: Program, console: Console
-) -> dict[str, float]:
-    """What --measure finds: tokens a second by form, of the named form alone or of all that fit."""
+) -> dict[str, Speed]:
+    """What --measure finds: the speed by form, of the named form alone or of all that fit."""
     if not config.measure:
         return {}
     if config.weights == "auto":
         return compare_forms(machine, name, console)
-    return {config.weights: tokens_a_second(name, planned, program)}
+    return {config.weights: speed_of(name, planned, program)}
+
+
+def time_row(config: Any, seconds: float) -> tuple[str, str, str]:
+    """For the table of settings: how long a run generates, where a step's completions take so many seconds.
+
+    Two models answer for each held-out board, and the untrained one writes the control's programs.
+    """
+    if not seconds:
+        return "time", "not measured", "doctor --measure finds how long a run generates; docs/gpu.md has estimates"
+    boards = config.games + (len(config.held_out) - 1) * math.ceil(config.games / 4)
+    control = config.steps * config.batch_size * config.accumulation if config.best_of < 0 else config.best_of
+    batches = config.steps + math.ceil((2 * boards + control) / config.eval_batch_size)
+    why = f"{config.steps} steps and {batches - config.steps} batches of evaluation, {seconds:.1f} s each as measured"
+    return "time", f"{batches * seconds / 3600:.1f} h of generating", f"{why}; games and updates come on top"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,6 +151,8 @@ def doctor(
     told = measured(config, machine, name, planned, program, console)
     choice = choose_weights(machine, name, planned)
     planned = dataclasses.replace(planned, weights=choice.weights)
+    kept = read_json(speeds()).get(speed_key(machine, name), {})
+    speed = told.get(choice.weights) or (kept if kept.get("weights") == choice.weights else {})
     rows: list[tuple[str, ...]] = []
     warnings: list[str] = []
 
@@ -143,6 +162,8 @@ def doctor(
 
     def settings() -> str:
         rows.extend(choose_settings(machine, planned, choice).rows)
+        if machine.gpu or speed:
+            rows.append(time_row(planned, speed.get("seconds", 0.0)))
         return "as above"
 
     def model() -> str:
