@@ -151,7 +151,8 @@ def command(model: str, config: ServerConfig, memory: float, port: int) -> list[
 def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> Server:
     """Start a server that ends with this process.  Returns it once it answers.  Raises UsageError.
 
-    It loads any adapter that it is told to, so it has a key, which other users of this machine cannot read.
+    It loads any adapter that it is told to, so it has a key, which other users of this machine cannot read.  vLLM asks
+    for it under /v1 alone: docs/cluster.md.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
