@@ -1,7 +1,7 @@
 # For a DGX Spark (GB10, aarch64) and an H100 or H200 (x86-64). The build needs no GPU; torch brings the CUDA libraries.
 #
 #     docker build -t unsloth-dgx-spark .
-#     docker run --gpus=all --ipc=host -v $(pwd):$(pwd) -w $(pwd) unsloth-dgx-spark [COMMAND]
+#     docker run --init --gpus=all --ipc=host -v $(pwd):$(pwd) -w $(pwd) unsloth-dgx-spark [COMMAND]
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
 # Triton needs gcc and Python.h to compile its launchers at run time. git records the commit of a run.

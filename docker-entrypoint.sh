@@ -9,6 +9,11 @@ set -euo pipefail
 export HOME=$PWD/.cache XDG_CACHE_HOME=$PWD/.cache PYTHONPYCACHEPREFIX=$PWD/.cache/bytecode USER=trainer LOGNAME=trainer
 owner=$(stat -c %u .) group=$(stat -c %g .)
 if [[ $(id -u) == 0 && $owner != 0 ]]; then
-    exec setpriv --reuid="$owner" --regid="$group" --clear-groups --no-new-privs -- "$@"
+    as_owner=(setpriv --reuid="$owner" --regid="$group" --clear-groups --no-new-privs --)
+    "${as_owner[@]}" true 2>/dev/null || {
+        echo 'error: this container may not change its user: start it with --user $(id -u):$(id -g)' >&2
+        exit 2
+    }
+    exec "${as_owner[@]}" "$@"
 fi
 exec "$@"

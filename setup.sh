@@ -126,8 +126,14 @@ install() {
     pip_install "$torch" "${stack[@]}" "${dev[@]}" || failed "the libraries"
     say "installing unsloth"
     pip_install --no-deps "${unsloth[@]}" || failed unsloth
-    [[ $device == cpu ]] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+    [[ $device == cpu ]] || ! gpu_is_seen ||
+        "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
         say "warning: torch cannot use this GPU; its CUDA build may need a newer NVIDIA driver"
+}
+
+# Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia lists GPUs that a container may not use.
+gpu_is_seen() {
+    { compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; } &>/dev/null
 }
 
 install_apart() {  # install_apart NAME: in .venv-NAME, because its versions of common libraries are others
@@ -170,11 +176,8 @@ done
 project=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 machine=$(uname -sm)
 [[ $machine == "Linux x86_64" || $machine == "Linux aarch64" ]] || die "needs Linux on x86-64 or aarch64, not $machine"
-# Device nodes first: nvidia-smi takes a second, and /proc/driver/nvidia lists GPUs that a container may not use.
 device=${DEVICE:-cpu}
-if [[ -z ${DEVICE-} ]]; then
-    if compgen -G '/dev/nvidia[0-9]*' || [[ -e /dev/nvhost-gpu ]] || nvidia-smi -L; then device=cuda; fi &>/dev/null
-fi
+if [[ -z ${DEVICE-} ]] && gpu_is_seen; then device=cuda; fi
 [[ $device == cpu || $device == cuda ]] || die "DEVICE=$device is neither cpu nor cuda"
 
 if [[ -z $here ]]; then

@@ -36,6 +36,18 @@ def test_what_is_written_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> N
     assert enter(tmp_path, "grep", "NoNewPrivs", "/proc/self/status").split()[1] == "1"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_container_without_that_right_says_how_to_start_it(tmp_path: Path) -> None:
+    """--cap-drop=ALL in another owner's folder: "setpriv: setresuid failed" told nobody what to do."""
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path, 12345, 23456)
+    entry = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", str(ROOT / "docker-entrypoint.sh"), "true"]
+    done = subprocess.run(entry, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2, "error: this container may not change its user: start it with --user $(id -u):$(id -g)\n"
+    )  # fmt: skip
+
+
 def test_whoever_is_not_root_stays_who_he_is(tmp_path: Path) -> None:
     """docker run --user, and a rootless engine, where root is the caller."""
     assert enter(tmp_path, "id", "-u") == str(os.getuid())

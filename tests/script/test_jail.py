@@ -186,8 +186,8 @@ with program.Pool(1) as pool:
     thread.start()
     assert helpers.wait_until(lambda: len(helpers.descendants(worker)) == 2)
     zygote, player = sorted(helpers.descendants(worker), key=lambda pid: helpers.read_stat(pid)[1] != worker)
-    seccomp = lambda: "Seccomp:\\t2" in Path(f"/proc/{{{{player}}}}/status").read_text()
-    assert helpers.wait_until(seccomp)
+    filters = lambda who: int(Path(f"/proc/{{{{who}}}}/status").read_text().partition("Seccomp_filters:")[2].split()[0])
+    assert helpers.wait_until(lambda: filters(player) > filters(zygote))  # a container has one for all
     for name in ("oom_score_adj", "status"):
         print(Path(f"/proc/{{{{player}}}}/{{{{name}}}}").read_text())
     os.kill(player, 9)
