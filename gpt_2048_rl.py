@@ -1172,7 +1172,7 @@ try:
     from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.games.evaluation import board_key, board_name
     from toolkit.model import machine
-    from toolkit.run import archive, objectives, watch
+    from toolkit.run import advantages, watch
     from toolkit.run.checkpoints import AtomicCheckpoints
 except ModuleNotFoundError as error:
     if error.name != "toolkit":
@@ -1591,8 +1591,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         self.max_new_tokens = self.max_new_tokens or REASONING[self.reasoning]
-        answers = 2 if getattr(self, "archive", 0) else 1  # an example takes as many tokens as an answer
-        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + answers * self.max_new_tokens)
+        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + self.max_new_tokens)
 
 
 @dataclass(kw_only=True)
@@ -1631,10 +1630,7 @@ class GRPOOptions:
     warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak; below 1 a share of all steps
     weight_decay: Annotated[float, (0.0, 1.0)] = 0.001
     max_grad_norm: Annotated[float, (0.0, 1e6)] = 1.0  # gradients are clipped to this norm
-    # Of a group: its mean reward; the same with one advantage for all equal programs; or the reward of its best.
-    objective: Literal["shared", "mean", "entropic", "max_at_k"] = "shared"
-    max_at: Annotated[int, (2, 1024)] = 8  # k of max_at_k
-    archive: Annotated[int, (0, 1000)] = 0  # best programs so far, of which each prompt shows one; 0: none
+    objective: Literal["shared", "mean"] = "shared"  # of a group: equal programs share one advantage, or GRPO's mean
     loss_type: Literal["dr_grpo", "dapo", "grpo"] = "dr_grpo"  # TRL's; its others do the same on-policy
     scale_rewards: Literal["group", "batch", "none"] = "none"  # TRL's scale_rewards
     entropy_coef: Annotated[float, (0.0, 1.0)] = 0.0  # bonus for entropy
@@ -1975,23 +1971,22 @@ def held_out_games(config: AnyConfig, others: Mapping[str, str] | None = None) -
 # Training
 
 
-def training_row(config: TrainConfig, group: int, stage: Stage, example: str) -> dict[str, Any]:
+def training_row(config: TrainConfig, group: int, stage: Stage) -> dict[str, Any]:
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
-    prompt = build_prompt(*stage, config.keys, group % config.wordings, config.example) + example
+    prompt = build_prompt(*stage, config.keys, group % config.wordings, config.example)
     same = {name: getattr(config, name) for name in ("keys", "timeout", "flat_reward", "max_new_tokens")}
     return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
             **stage._asdict(), "reasons": config.reasoning != "none", **same}  # fmt: skip
 
 
-def training_set(config: TrainConfig, ladder: Ladder, best: archive.Archive | None = None) -> Any:
+def training_set(config: TrainConfig, ladder: Ladder) -> Any:
     """A datasets.Dataset with one row per group.  Rows are made on demand, at the stage of their step."""
     from datasets import Dataset
 
     groups = RANKS * config.batch_size * config.accumulation // config.generations  # per step
-    example = best.example if best else lambda step, group: ""
 
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
-        made = [training_row(config, n, ladder.at(n // groups), example(n // groups, n)) for n in batch["group"]]
+        made = [training_row(config, n, ladder.at(n // groups)) for n in batch["group"]]
         return {name: [row[name] for row in made] for name in made[0]}
 
     return Dataset.from_dict({"group": list(range(config.steps * groups))}).with_transform(rows)
@@ -2004,10 +1999,10 @@ def logged(verdict: Verdict, size: int) -> dict[str, Any]:
 
 
 class Rollouts:
-    """Every step's judged completions, a line each in rollouts.jsonl.  Ladder and archive follow from them."""
+    """Every step's judged completions, a line each in rollouts.jsonl.  The ladder follows from them."""
 
-    def __init__(self, file: Path, config: TrainConfig, ladder: Ladder, best: archive.Archive | None = None) -> None:
-        self._file, self._group, self._ladder, self._best = file, config.generations, ladder, best
+    def __init__(self, file: Path, config: TrainConfig, ladder: Ladder) -> None:
+        self._file, self._group, self._ladder = file, config.generations, ladder
         self.last: dict[str, Any] = {"step": 0}  # the last step's line
         self.flat: list[bool] = []  # for each group of the last step: does it have no gradient?
 
@@ -2047,8 +2042,6 @@ class Rollouts:
             games = [game for completion in completions[i : i + self._group] for game in completion["results"]]
             won = statistics.fmean(game["outcome"] == "success" for game in games)
             self._ladder.record(row["step"] - 1, Stage(row["size"], row["target"]), won)
-        if self._best:
-            self._best.add(row)
 
 
 def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: bool) -> dict[str, Any]:
@@ -2121,8 +2114,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
             with machine.naming_memory("the policy was measured", "fewer --max-new-tokens"):
                 self.observer.measure(batch)
-            if config.objective != "mean":
-                batch = objectives.with_objective(batch, rollouts.last["completions"], config)
+            if config.objective == "shared":
+                batch = advantages.shared(batch, rollouts.last["completions"], config.generations)
             flat = rollouts.flat if config.skip_flat_groups else []
             return without_flat_groups(batch, flat, self.loss_type == "dapo")
 
@@ -2198,9 +2191,8 @@ def learn(
     """Train, from the newest checkpoint on, and save the adapter.  `games` are the controls', which play meanwhile."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
-    best = archive.Archive(config, tokenizer)
-    rollouts = Rollouts(run / "rollouts.jsonl", config, ladder, best)
-    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder, best))
+    rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
+    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder))
     progress = watch.Progress(trainer, rollouts, games, run, console)
     progress.train()
     weights = ranks.whole_weights(trainer)

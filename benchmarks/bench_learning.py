@@ -2,7 +2,7 @@
 """Does it learn the original game?  The stable recipe, the published one and variants: same start, machine, minutes.
 
     python benchmarks/bench_learning.py --output-dir outputs/learning
-    python benchmarks/bench_learning.py --recipes --variants "entropic=--objective entropic"
+    python benchmarks/bench_learning.py --recipes --variants "shared=--objective shared"
     python benchmarks/bench_learning.py --measured benchmarks/learning    # tables and figure of what is kept there
 
 Runs follow one another, each with the whole machine, through the program's own command line: first the stable recipe

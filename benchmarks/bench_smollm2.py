@@ -47,9 +47,6 @@ KEYS: program.Layout = "wasd"
 METHODS: dict[str, dict[str, object]] = {  # the options of each
     "recipe": {},
     "mean": {"objective": "mean"},
-    "entropic": {"objective": "entropic"},
-    "max_at_k": {"objective": "max_at_k"},
-    "archive": {"archive": 8},
     "rejection": {},
     "published": {"recipe": "published"},
 }

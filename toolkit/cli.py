@@ -266,8 +266,6 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
             )
     if machine.adapter_base(config.model):
         raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
-    if config.objective == "max_at_k" and config.max_at > config.generations:
-        raise UsageError(f"--max-at {config.max_at} must not be larger than --generations {config.generations}")
     trackers.named(config.report_to)
     if config.vllm_server or config.sampler == "vllm":
         check_sampler(config)

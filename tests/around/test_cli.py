@@ -93,7 +93,6 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--no-such-option"], "no option --no-such-option (see"),
         (["-n", "3"], "no option -n (see"),
         (["--step", "3"], "similar: --decay-steps, --save-steps, --steps, --warmup-steps; see"),
-        (["--max-at", "65", "--objective", "max_at_k", "--model", "tiny"], "--max-at 65 must not be larger than"),
         (["--model", ""], "the model's name is empty"),
         (["eval", ""], "the model's name is empty"),
         (["play", ""], "is no run with a best_strategy.py: name a run's folder or a .py file"),
