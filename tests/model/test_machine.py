@@ -246,6 +246,7 @@ print(cache_dir())
 """
 
 
+@pytest.mark.long
 def test_compiled_code_is_not_taken_from_where_others_can_write(tmp_path: Path) -> None:
     """torch runs what it finds in /tmp/torchinductor_USER, also if somebody else made that folder."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -261,6 +262,7 @@ machine.{loads}
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loads", ["load_plain(sys.argv[1], 'auto')", "config_of(sys.argv[1])"])
 def test_a_models_folder_runs_no_python(loads: str, tmp_path: Path) -> None:
     """A folder can name a file of its own as the model's code.  transformers asked, and a "y" in stdin ran it."""
@@ -424,6 +426,7 @@ def test_the_doctor_examines_the_settings_that_were_asked_for(gpt_oss: Path, exa
         assert "as stored; gpt-oss's experts in MXFP4" in [row[1] for row in told["settings"]]
 
 
+@pytest.mark.slow
 def test_the_doctor_measures_a_form(base: Path) -> None:
     done = preloaded.run("doctor", "--model", "tiny", "--weights", "stored", "--measure", "--json")
     assert done.returncode == 0, done.stderr
@@ -716,6 +719,7 @@ def test_weights_that_are_held_otherwise_are_refused(
         check_weights(model_with(*held), str(tmp_path), load)
 
 
+@pytest.mark.long
 def test_an_adapter_loads_without_unsloth(base: Path, tmp_path: Path) -> None:
     """On a CPU.  Its folder has no config.json, so `eval` of a run of SmolLM2 ended with an error."""
     import torch

@@ -246,6 +246,7 @@ def test_a_finished_run_is_left_alone(undisturbed: Path, capsys: pytest.CaptureF
     assert numbers_of(undisturbed) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_trained_further(undisturbed: Path, tmp_path: Path) -> None:
     """With more steps.  Its first result stays beside the new one."""
     folder = Path(shutil.copytree(undisturbed, tmp_path / "run", symlinks=True))
@@ -360,6 +361,7 @@ def test_kill_is_heard_like_an_interruption(unfinished: Path) -> None:
     assert steps_done(unfinished)[-1] > at
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_is_heard_like_an_interruption(unfinished: Path) -> None:
     """SIGHUP, of an ssh connection that dropped, ended the run at once: no checkpoint, no report."""
     at, log = steps_done(unfinished)[-1], unfinished.parent / "log"
@@ -374,6 +376,7 @@ def test_a_closed_terminal_is_heard_like_an_interruption(unfinished: Path) -> No
     assert (unfinished / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_training_outlives_its_terminal(unfinished: Path) -> None:
     """In a terminal that is gone every line of output is an error (EIO), and the first one ended the run."""
     (ours, theirs), gone = pty.openpty(), threading.Event()

@@ -285,6 +285,7 @@ def train_without_the_adapter_from_step_3(*arguments: str) -> None:
     sys.exit(program.main(arguments))
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_from_another_model_ends_at_once(base: Path, tmp_path: Path) -> None:
     numbers = {"steps": 9, "generations": 8, "batch-size": 8, "accumulation": 1, "games": 2, "ladder": "4:64",
                "learning-rate": 0.01, "warmup-steps": 0, "best-of": 0}  # fmt: skip

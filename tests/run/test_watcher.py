@@ -175,6 +175,7 @@ def make_noise(folder: str) -> None:
     tiny.warm_start(program.tiny_task(), config=tiny.WarmStartConfig(steps=1, batch=4, corpus=0), folder=Path(folder))
 
 
+@pytest.mark.slow
 def test_a_run_that_never_learns_stops_and_says_so(tmp_path: Path) -> None:
     """A model of random weights writes noise for ever: two lost steps end it, saved, with exit code 3.
 

@@ -83,6 +83,7 @@ def check_unsloth_has_trls_losses() -> None:
         assert (directions[0] - directions[1]).norm() > 0.01  # otherwise the older policy would show nothing
 
 
+@pytest.mark.long
 def test_unsloth_has_trls_losses() -> None:
     """Of every loss type, on-policy and off-policy: the gradient of Unsloth's loss is that of TRL's."""
     call(check_unsloth_has_trls_losses)

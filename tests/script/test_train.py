@@ -108,6 +108,7 @@ def test_checkpoints_curves_and_adapter_are_written(trained: Run) -> None:
     assert json.loads((trained.folder / "config.json").read_text())["generations"] == GENERATIONS
 
 
+@pytest.mark.slow
 def test_a_run_can_be_resumed_from_its_first_step_on(tmp_path: Path) -> None:
     """A run whose terminal closed at step 3 had no checkpoint, and began again.  Without a third step there is one."""
     done = run(*flags(steps=2, save_steps=20, output_dir=tmp_path, run_name="run", best_of=4))

@@ -478,7 +478,7 @@ def test_the_share_of_the_shift_that_is_kept_is_told(share: float) -> None:
     assert (abs(found.kl) < 1e-6) == (share == 1.0)
 
 
-@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
+@pytest.mark.parametrize("format", ["lora", pytest.param("merged_16bit", marks=pytest.mark.slow)])
 def test_what_loses_nothing_is_found_equal(trained: Run, tmp_path: Path, format: str) -> None:
     """The figures are printed and in the card.  A model that is hardly trained has ties, which bfloat16 decides."""
     told = exported(trained.folder, format, tmp_path / "out", verify=True)
