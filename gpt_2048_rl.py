@@ -1171,9 +1171,9 @@ try:
     from toolkit.base.files import no_link
     from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
     from toolkit.games.evaluation import board_key, board_name
-    from toolkit.model import machine
+    from toolkit.model import adapters, machine
     from toolkit.run import advantages, watch
-    from toolkit.run.checkpoints import AtomicCheckpoints
+    from toolkit.run.checkpoints import START, AtomicCheckpoints
 except ModuleNotFoundError as error:
     if error.name != "toolkit":
         raise
@@ -1598,7 +1598,7 @@ class ModelOptions:
 class CommonOptions:
     """The options that people change first."""
 
-    model: str = "auto"  # auto: gpt-oss-20b with a CUDA GPU, else tiny; or smollm2, a hub id, a folder
+    model: str = "auto"  # auto: gpt-oss-20b with a CUDA GPU, else tiny; or smollm2, a hub id, a folder, also a run's
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     config: str = ""  # YAML or JSON file with options, like a run's config.json; those on the command line win
     steps: Annotated[int, (1, 10**7)] = 300  # optimizer steps
@@ -1694,12 +1694,12 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "model": "tiny", "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "objective": "mean", "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
     "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip
 SMOLLM2: dict[str, Any] = {
-    "model": "smollm2", "steps": 40, "generations": 32, "batch_size": 8, "accumulation": 4, "boards": 2,
+    "steps": 40, "generations": 32, "batch_size": 8, "accumulation": 4, "boards": 2,
     "learning_rate": 1e-4, "warmup_steps": 5, "lora_rank": 16, "lora_alpha": 32, "max_new_tokens": 96,
     "temperature": 0.8, "example": "random", "games": 64, "best_of": 256}  # fmt: skip
 OWN_NUMBERS = {"tiny": EMBEDDED, "smollm2": SMOLLM2}
@@ -1717,7 +1717,8 @@ def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") 
     tokens = 200 if recipe == "published" and effort == "none" else REASONING[effort]
     room = machine.positions_of(model, PROMPT_TOKENS + tokens) - PROMPT_TOKENS  # a small model has fewer positions
     numbers: dict[str, Any] = {"model": model, "reasoning": effort, "max_new_tokens": max(1, min(tokens, room))}
-    numbers |= OWN_NUMBERS.get(model, {}) | (PUBLISHED if recipe == "published" else {})
+    numbers |= OWN_NUMBERS.get(machine.base_of(model), {}) | (PUBLISHED if recipe == "published" else {})
+    numbers |= adapters.decided_options(model)
     return TrainConfig(loader=machine.default_loader(model), **numbers)
 
 
@@ -1798,6 +1799,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     """A model and its tokenizer.  Raises UsageError, in one line."""
     plain = machine.uses_transformers(config, name)
     name, load = machine.prepare(name, config, say, tiny_task)
+    if isinstance(config, TrainConfig):
+        name = str(machine.adapter_base(name) or name)  # the adapter is added later
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch
@@ -2219,7 +2222,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     if RANKS > 1:
-        machine.prepare_environment(config.model == "tiny", machine.rows_at_once(config))
+        machine.prepare_environment(machine.is_embedded(config.model), machine.rows_at_once(config))
         ranks.join(config.loader)
     start_players(config)
     run = by_first_rank(lambda: runs.open_run(config))
@@ -2228,6 +2231,9 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
+    if (start := run / START).is_dir():
+        say(f"beginning from {config.model}")
+        adapters.begin_from(model, start)
     with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
         progress = learn(model, tokenizer, config, run, view, games)
         return results.conclude(progress, model, tokenizer, started, console)

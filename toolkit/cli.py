@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from toolkit import VLLM, UsageError
 from toolkit.base import bars
-from toolkit.base.ranks import RANK, RANKS
+from toolkit.base.ranks import RANK, RANKS, SHARDED
 from toolkit.run import trackers
+from toolkit.run.checkpoints import START
 from toolkit.run.runs import PERMISSIONS
 
 if TYPE_CHECKING:
@@ -237,6 +238,29 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     return words
 
 
+def own_game(path: Path, kind: Any, reasoning: str) -> list[str]:
+    """The options with which an adapter or a program was made, as far as a command has them."""
+    from toolkit.run import runs
+
+    names = {field.name for field in dataclasses.fields(kind)}
+    if reasoning != "none":
+        names.remove("max_new_tokens")  # the effort that is asked for has its own
+    return runs.options_of(path, names)
+
+
+def check_start(config: Any) -> None:
+    """Raise UsageError for an adapter from which no run can begin, and for options that contradict it."""
+    from toolkit.model import adapters
+
+    if decided := adapters.decided_options(config.model):
+        adapters.check_adapter(Path(config.model))
+        if SHARDED:
+            raise UsageError("FSDP begins from whole models: merge the adapter, with export --format merged_16bit")
+    for name, value in decided.items():
+        if getattr(config, name) != value:
+            raise UsageError(f"{spelled(name)} is {value} in {config.model}: leave it out, or begin from another model")
+
+
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
     """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
     from toolkit.model import machine
@@ -252,23 +276,27 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     model = machine.resolve_model(given["model"])
     run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
     default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])
-    config = parse(kind, argv, prog, default)
+    own = [] if run else own_game(Path(model), kind, given["reasoning"])
+    config = parse(kind, [*own, *argv], prog, default)
     config.model = machine.resolve_model(config.model)
     if run:
         alike = config.batch_size * config.accumulation == default.batch_size * default.accumulation
         runs.check_unchanged(config, default, CHANGEABLE | set(runs.SPLIT if alike else ()))
         config.output_dir, config.run_name = default.output_dir, default.run_name
+        if (run / START).is_dir():
+            config.model = str(run / START)  # the folder that it was copied from may be gone
         for option in runs.forgotten(run, config) if RANK == 0 else ():
             print(
                 f"{run.name} began with {option}, and goes on without: no file decides that, so name it again to "
                 "have it",
                 file=sys.stderr,
             )
-    if machine.adapter_base(config.model):
-        raise UsageError(f"{config.model} is an adapter: name the model that it was trained on, or resume its run")
+    check_start(config)
     trackers.named(config.report_to)
     if config.vllm_server or config.sampler == "vllm":
         check_sampler(config)
+    if own and RANK == 0:
+        print(f"options taken from {model}: {' '.join(own)}", file=sys.stderr)
     return config
 
 
@@ -287,15 +315,11 @@ def program_file(name: str) -> Path:
 def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit.model import machine
-    from toolkit.run import runs
 
-    fields = {field.name for field in dataclasses.fields(config)}
-    if config.reasoning != "none":
-        fields.remove("max_new_tokens")  # the effort that is asked for has its own
-    plays = "file" in fields and not config.model
+    plays = hasattr(config, "file") and not config.model
     path = program_file(config.file) if plays else Path(machine.resolve_model(getattr(config, "file", config.model)))
-    options = runs.options_of(path, fields)
-    if not options and not plays and "max_new_tokens" in fields:
+    options = own_game(path, type(config), config.reasoning)
+    if not options and not plays and config.reasoning == "none":
         options = ["--max-new-tokens", str(defaults(str(path), "stable", "none").max_new_tokens)]
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:

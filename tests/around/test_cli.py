@@ -20,7 +20,6 @@ from mini import __main__ as mini
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
 from tests.record_run import RECORDED
 from toolkit import cli
-from toolkit.model.machine import resolve_model
 from toolkit.run.checkpoints import keep_config
 from toolkit.run.runs import write_program
 
@@ -200,16 +199,6 @@ def test_a_wrong_file_of_options_gets_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_an_adapter_is_evaluated_and_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run's folder stands for its adapter.  A second adapter on top of it ended in a traceback of PEFT."""
-    adapter = tmp_path / "run" / "adapter"
-    adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    assert resolve_model(str(tmp_path / "run")) == str(adapter)
-    assert program.main(["--model", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {adapter} is an adapter")
 
 
 def test_bad_input_leaves_no_run_folder(tmp_path: Path) -> None:

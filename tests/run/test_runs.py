@@ -308,6 +308,25 @@ def test_a_new_run_has_its_config_its_origin_and_a_name(tmp_path: Path) -> None:
     assert set(json.loads((run / "origin.json").read_text())) == {"started", "versions", "git", "tiny"}
 
 
+def test_a_run_keeps_what_it_began_from(tmp_path: Path) -> None:
+    """The other run's folder may go, and what trained it is known nevertheless."""
+    adapter = tmp_path / "first" / "adapter"
+    adapter.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "training_config.json", "tokenizer.json"):
+        (adapter / name).write_text('{"base_model_name_or_path": "owner/base"}')
+    (tmp_path / "first" / "origin.json").write_text('{"started": "before"}')
+    half = tmp_path / "base" / "start" / "adapter"  # by a start that was killed
+    half.mkdir(parents=True)
+    run = runs.open_run(Config(tmp_path, run_name="base", model=str(adapter)))
+    shutil.rmtree(tmp_path / "first")
+    kept = {"adapter_config.json", "adapter_model.safetensors", "training_config.json"}
+    assert {path.name for path in (run / "start").iterdir()} == kept
+    start = json.loads((run / "origin.json").read_text())["start"]
+    assert start == {"digests": checkpoints.digests(run / "start"), "origin": {"started": "before"}}
+    other = runs.open_run(Config(tmp_path, model=str(run / "start")))
+    assert other.name.startswith("base-2")  # the name of the model that the adapter was trained on
+
+
 def test_a_run_that_has_begun_keeps_its_config(tmp_path: Path) -> None:
     run = begun(tmp_path)
     assert runs.open_run(Config(tmp_path, run_name="run")) == run

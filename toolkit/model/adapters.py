@@ -1,4 +1,4 @@
-"""Adapters and experts in the layouts that other programs read: LoRA for PEFT, weights in MXFP4.
+"""Adapters: from which a run begins; and in the layouts that other programs read, like experts in MXFP4.
 
 MXFP4: groups of 32 weights with a common power of two, each weight rounded to four bits.
 
@@ -7,17 +7,21 @@ Shapes: E experts of a layer, `in` and `out` the sides of a matrix, r the rank o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from toolkit.base.files import read_json
+from toolkit import UsageError, checked
+from toolkit.base.files import check_links, naming, read_json
 
 if TYPE_CHECKING:
     import torch
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the format E2M1; the fourth bit of a code is the sign
 
 
@@ -96,8 +100,8 @@ def write_adapter(source: Path, base: str, folder: Path) -> None:
     """Write an adapter so that PEFT and vLLM load it on the released model `base`."""
     from safetensors.torch import load_file, save_file
 
-    config = read_json(source / "adapter_config.json")
-    weights = load_file(source / "adapter_model.safetensors")
+    config = read_json(source / CONFIG)
+    weights = load_file(source / WEIGHTS)
     fused = fuse_expert_adapters(weights)
     if fused.keys() != weights.keys():
         config["target_modules"] = sorted({key.split(".")[-3] for key in fused if ".experts." not in key})
@@ -107,5 +111,77 @@ def write_adapter(source: Path, base: str, folder: Path) -> None:
     for note in ("lora_B_layout", "unsloth_fused_expert_lora"):
         config.pop(note, None)
     config |= {"base_model_name_or_path": base, "auto_mapping": None}
-    save_file(fused, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(fused, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beginning from an adapter
+
+# What an adapter's config says of its place and of its base.  All else decides how its weights are used.
+NOTES = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode"}
+
+
+def decided_options(name: str) -> dict[str, Any]:
+    """The options of training that an adapter has decided; none for a model."""
+    if not (config := read_json(Path(name, CONFIG))):
+        return {}
+    with naming(Path(name, CONFIG)):
+        experts = config.get("target_parameters") or "gate_proj" in config["target_modules"]
+        return {"lora_rank": checked(config["r"], int), "lora_alpha": checked(config["lora_alpha"], int),
+                "adapt": "all" if experts else "attention"}  # fmt: skip
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise UsageError for an adapter's folder with links, or whose weights are not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    check_links(folder)
+    try:
+        safe_open(folder / WEIGHTS, "numpy")  # reads the list of tensors
+    except (OSError, SafetensorError):
+        raise UsageError(f"{folder / WEIGHTS} is missing or damaged: name another adapter, or a checkpoint") from None
+
+
+@contextlib.contextmanager
+def holding(weights: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let parameters have other weights for a while.  In place, as an optimizer changes them."""
+    import torch
+
+    def put(values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+
+    own = [parameter.detach().clone() for parameter in parameters]
+    put(weights)
+    try:
+        yield
+    finally:
+        put(own)
+
+
+def begin_from(model: Any, start: Path) -> None:
+    """Give the new adapter of a model the weights of an older one.  Raises UsageError if they do not fit.
+
+    From then on `disable_adapter` switches off only what the new one learns, so the older one is the untrained model,
+    and gets the credit for what it could already do.
+    """
+
+    def plain(value: Any) -> Any:
+        return sorted(value) if isinstance(value, list | set) else value
+
+    stored, made = read_json(start / CONFIG), model.peft_config["default"].to_dict()
+    with naming(start / CONFIG):
+        other = [name for name in made.keys() - NOTES if plain(stored.get(name, made[name])) != plain(made[name])]
+    if other:
+        raise UsageError(f"{start} is no adapter like those made here: {', '.join(sorted(other))} differs")
+    try:
+        found = model.load_adapter(str(start), "default", is_trainable=True)
+    except RuntimeError as error:
+        raise UsageError(f"{start} does not fit the model: {str(error).partition(chr(10))[0]}") from None
+    if found.missing_keys or found.unexpected_keys:
+        raise UsageError(f"{start} does not fit the model: its weights have other names")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = [parameter.detach().clone() for parameter in parameters]
+    model.disable_adapter = partial(holding, weights, parameters)

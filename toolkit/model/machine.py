@@ -169,9 +169,15 @@ def adapter_base(name: str) -> Path | None:
     return Path(base) if base else None
 
 
+def base_of(name: str) -> str:
+    """The model that an adapter was trained on, by the name that people give it; any other model's own name."""
+    base = adapter_base(name)
+    return "tiny" if layout_of(base) else "smollm2" if base == smollm2.folder() else str(base or name)
+
+
 def is_embedded(name: str) -> bool:
     """Whether a model is the embedded one, or an adapter to it."""
-    return name == "tiny" or bool(layout_of(adapter_base(name)))
+    return base_of(name) == "tiny"
 
 
 def default_loader(name: str) -> Literal["unsloth", "transformers"]:
@@ -385,8 +391,8 @@ MADE_HERE = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}  # models made on 
 
 def positions_of(name: str, unknown: int) -> int:
     """How many tokens a model made here or a folder's model takes, prompt and completion; `unknown` of any other."""
-    config = read_json((adapter_base(name) or Path(name)) / "config.json")
-    return int(MADE_HERE.get(name) or config.get("max_position_embeddings") or unknown)
+    base = base_of(name)
+    return int(MADE_HERE.get(base) or read_json(Path(base, "config.json")).get("max_position_embeddings") or unknown)
 
 
 def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
@@ -590,7 +596,7 @@ def prepare(
     """
     base, plain = adapter_base(name), uses_transformers(config, name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
-    is_smollm2 = name == "smollm2" or base == smollm2.folder()
+    is_smollm2 = base_of(name) == "smollm2"
     local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
     prepare_environment(local, rows_at_once(config))
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.base.files import read_json
+from toolkit.base.files import naming, read_json
 from toolkit.games.evaluation import read_scores
 from toolkit.model import tiny
+from toolkit.model.adapters import WEIGHTS
 
 MODEL_CARD = """\
 ---
@@ -21,8 +22,8 @@ tags: [grpo, "2048"]{base}
 
 # {name} playing 2048
 
-{kind}, trained with GRPO. It answers a prompt with a Python function that plays the game 2048. Run its code only where
-it can do no harm, for example in the jail of gpt_2048_rl.py.
+{kind}, trained with GRPO{start}. It answers a prompt with a Python function that plays the game 2048. Run
+its code only where it can do no harm, for example in the jail of gpt_2048_rl.py.
 {results}{verified}
 {use}{config}"""
 LOAD = """\
@@ -89,6 +90,13 @@ def results_table(result: Mapping[str, Any]) -> str:
     return text
 
 
+def beginning(run: Path) -> str:
+    """What a run began from, as the end of a sentence; "" if that was a model as released."""
+    with naming(run / "origin.json"):
+        start = read_json(run / "origin.json").get("start")
+        return f" from another run's adapter on (SHA-256 `{start['digests'][WEIGHTS]}`)" if start else ""
+
+
 def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
     """README.md of an export: what it is, the run's results, how to load it, and the run's config with its seed."""
     config, result = read_json(run / "config.json"), read_json(run / "result.json")
@@ -97,6 +105,7 @@ def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
     return MODEL_CARD.format(
         library=this.library,
         kind=this.kind,
+        start=beginning(run),
         use=this.use,
         results=results_table(result),
         verified=(

@@ -12,8 +12,10 @@ from typing import Any
 
 from toolkit import UsageError
 from toolkit.base.files import flush, point, read_json, write_whole
+from toolkit.model.adapters import CONFIG, WEIGHTS
 
 UNFINISHED = ".unfinished"  # the folder in which a checkpoint is written
+START = "start"  # the folder of the adapter from which a run began, if there was one
 TRAINING = "training_config.json"  # a run's config.json, in its checkpoints and its adapter
 DIGESTS = "digests.json"  # SHA-256 of a checkpoint's files
 
@@ -63,6 +65,19 @@ def keep_config(run: Path, folder: Path) -> None:
     config.pop("output_dir", None)  # a path on this machine
     if folder.is_dir() and config:
         write_whole(folder / TRAINING, json.dumps(config, indent=2) + "\n")
+
+
+def keep_start(adapter: Path, run: Path) -> dict[str, Any]:
+    """Copy an adapter into the folder of a run that begins from it, and so needs no other folder.
+
+    Returns what origin.json says of it.
+    """
+    shutil.rmtree(run / START, ignore_errors=True)  # half a copy
+    (run / START).mkdir()
+    for name in (CONFIG, WEIGHTS, TRAINING):
+        if (adapter / name).is_file():
+            write_whole(run / START / name, (adapter / name).read_bytes())
+    return {"digests": digests(run / START), "origin": read_json(adapter.resolve().parent / "origin.json")}
 
 
 def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:

@@ -83,8 +83,8 @@ def keep_best_of_n(evaluator: Evaluator, run: Path, found: Race) -> None:
 def score_untrained(
     run: Path, games: BackgroundGames, model: Any, tokenizer: Any, say: Callable[[Any], None]
 ) -> dict[str, evaluation.Score]:
-    """The scores by stage of the model without its adapter.  They are measured once in a run, after training, because
-    the first step should not wait for them."""
+    """The scores by stage of the model that the run began with.  They are measured once in a run, after training,
+    because the first step should not wait for them."""
     file = run / "before.json"
     if found := by_first_rank(partial(files.read_json, file)):
         return {stage: evaluation.read_score(row) for stage, row in found.items()}

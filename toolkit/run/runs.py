@@ -3,6 +3,7 @@
 A run writes these files to OUTPUT_DIR/RUN_NAME:
 
     config.json         its config                          origin.json    when, with which versions, from which commit
+    start/              the adapter from which it began, if there was one; origin.json has that one's origin too
     checkpoint-STEP/    the newest ones, and `best`, a link to one of them; adapter/ after the last step.  Each has the
                         config in training_config.json
     before.json         the untrained model's scores, measured after training
@@ -37,8 +38,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 from toolkit import UsageError, fits
 from toolkit.base.files import check_links, naming, no_link, point, read_json, write_whole
 from toolkit.model import tiny
-from toolkit.model.machine import library_versions
-from toolkit.run.checkpoints import TRAINING, newest_checkpoint, step_of
+from toolkit.model.machine import adapter_base, base_of, library_versions
+from toolkit.run.checkpoints import START, TRAINING, keep_start, newest_checkpoint, step_of
 from toolkit.run.steps import first_lines
 
 BEST_PROGRAM = "best_strategy.py"
@@ -93,7 +94,7 @@ def open_run(config: RunConfig) -> Path:
     A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
     UsageError if the run is finished, another process trains in it, or the folder cannot be written.
     """
-    name = config.run_name or f"{Path(config.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = config.run_name or f"{Path(base_of(config.model)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = config.output_dir / name
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,12 @@ def open_run(config: RunConfig) -> Path:
         if (run / "result.json").exists() and not longer:
             raise UsageError(f"{run} is finished: train on with more --steps, or choose another --run-name")
         if not (run / "config.json").exists():
-            if any(path.name != "origin.json" and path.name[0] != "." for path in run.iterdir()):
+            if any(path.name not in ("origin.json", START) and path.name[0] != "." for path in run.iterdir()):
                 raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
             began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             origin = {"started": began, "versions": library_versions(), "git": git_state(), "tiny": tiny.VERSION}
+            if adapter_base(config.model):
+                origin["start"] = keep_start(Path(config.model), run)
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
         lock(run)

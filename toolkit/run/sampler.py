@@ -104,7 +104,7 @@ def sampled_curves(trainer: Any, batch: dict[str, Any], recorder: Recorder, exac
     tokens were sampled and those of the model that is trained; `sampler/limit`: the mean that rounding can explain;
     `sampler/untold`: the share of tokens for which the sampler gave none (TRL has NaN there); `sampler/unended`: the
     share of completions that ended without the end token.  With `exact`, over the whole
-    vocabulary and in nats a token: `sampled/kl`, the KL divergence from the model without adapters, and
+    vocabulary and in nats a token: `sampled/kl`, the KL divergence from the model that the run began with, and
     `sampled/entropy`.  TRL and Unsloth log these only with some losses, and on a GPU a `kl` of 0.
     """
     model, rows = trainer.model, min(ROWS, trainer.num_generations)  # one group has one prompt

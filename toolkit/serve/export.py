@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit import UsageError
 from toolkit.base.files import check_links, read_json
 from toolkit.model import smollm2, tiny
-from toolkit.model.adapters import dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
+from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
 from toolkit.model.machine import (
     OWN_CODE_ALONE,
     adapter_base,
@@ -278,7 +278,7 @@ def upload(folder: Path, repository: str, private: bool) -> None:
 def find_adapter(source: Path) -> Path:
     """The folder of the adapter in a run's folder, a checkpoint or an adapter's folder.  Raises UsageError."""
     for folder in (source / "adapter", source):
-        if (folder / "adapter_model.safetensors").is_file():
+        if (folder / WEIGHTS).is_file():
             return folder
     kept = checkpoints(source)
     instead = f"export {kept[0]}" if kept else "name a run's folder, a checkpoint or an adapter's folder"
@@ -323,7 +323,7 @@ def write_format(
         made.mkdir()
         llamacpp.write_adapter(
             made / "adapter.gguf",
-            load_file(lora / "adapter_model.safetensors"),
+            load_file(lora / WEIGHTS),
             config_of(base),
             read_json(lora / "adapter_config.json"),
         )
