@@ -2231,9 +2231,9 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say)
     model = add_adapters(model, config)
-    if (start := run / START).is_dir():
+    if machine.adapter_base(config.model):
         say(f"beginning from {config.model}")
-        adapters.begin_from(model, start)
+        adapters.begin_from(model, run / START)
     with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
         progress = learn(model, tokenizer, config, run, view, games)
         return results.conclude(progress, model, tokenizer, started, console)

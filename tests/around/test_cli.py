@@ -316,10 +316,10 @@ def test_a_program_cannot_switch_the_jail_off(timeout: str, tmp_path: Path, caps
 
 
 def test_an_adapter_is_evaluated_as_it_was_trained(tmp_path: Path) -> None:
-    """A run on other boards and keys showed 0% on 6x6 in bépo."""
+    """A run on other boards and keys showed 0% on 6x6 in bépo.  SmolLM2 was asked without the example that it knew."""
     run, adapter = tmp_path / "run", tmp_path / "run" / "adapter"
     adapter.mkdir(parents=True)
-    made_for = program.TrainConfig(held_out=("4:256", "3:64"), keys="wasd", max_new_tokens=64)
+    made_for = program.TrainConfig(held_out=("4:256", "3:64"), keys="wasd", example="random", max_new_tokens=64)
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(made_for), default=str))
     keep_config(run, adapter)
     copied = Path(shutil.copytree(adapter, tmp_path / "copied"))
@@ -327,6 +327,7 @@ def test_an_adapter_is_evaluated_as_it_was_trained(tmp_path: Path) -> None:
         config = program.parse_arguments(["eval", str(place), "--games", "4", "--held-out", "4:512"])
         assert isinstance(config, program.EvalConfig)
         assert (config.held_out, config.keys, config.max_new_tokens) == (("4:512",), "wasd", 64)
+        assert config.example == "random"
 
 
 def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call: Call) -> None:

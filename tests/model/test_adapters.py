@@ -164,7 +164,7 @@ def test_a_run_goes_on_without_the_run_that_it_began_from(trained: Run, tmp_path
     shutil.rmtree(first)
     done = run("--output-dir", tmp_path, "--run-name", "second", "--steps", 2)
     assert done.returncode == 0, done.stderr
-    assert "resuming after step 1" in done.stderr
+    assert "resuming after step 1" in done.stdout
     result = json.loads((second / "result.json").read_text())
     assert {name: stage["before"] for name, stage in result["scores"].items()} == {
         name: stage["before"] for name, stage in stages.items()}  # fmt: skip

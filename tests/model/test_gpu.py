@@ -23,6 +23,8 @@ import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT
 from tests.preloaded import SCRIPT, Server, run
+from toolkit.model import machine
+from toolkit.run.reading import read_curves
 
 pytestmark = pytest.mark.long
 
@@ -161,6 +163,20 @@ def test_what_was_trained_can_be_evaluated(released: bool, server: Server, base:
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     said = on_gpu(server, "eval", tmp_path / "run", *HELD_OUT, "--games", 2, "--max-new-tokens", 8)
     assert "3x3, held out" in said
+
+
+@pytest.mark.parametrize("form", ["4bit", "stored"])
+def test_a_run_begins_from_an_adapter(form: str, server: Server, tmp_path: Path) -> None:
+    """With a pair for each expert, and with one for all.  The form of the weights need not be named again."""
+    on_gpu(server, "train", *MODEL, "--weights", form, "--output-dir", tmp_path, "--run-name", "first", *SHORT)
+    said = on_gpu(server, "train", "--model", tmp_path / "first", "--output-dir", tmp_path, "--run-name", "second",
+                  *SHORT)  # fmt: skip
+    assert machine.FORMS[form][:9] in said
+    assert "repacked" not in said
+    scores = [json.loads((tmp_path / name / "result.json").read_text())["scores"] for name in ("first", "second")]
+    for name, stage in scores[0].items():
+        assert scores[1][name]["before"] == stage["after"]
+    assert read_curves(tmp_path / "second")["sampled/kl"][1] == pytest.approx(0.0, abs=1e-6)
 
 
 def count_forwards(*arguments: str) -> None:

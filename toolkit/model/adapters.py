@@ -171,6 +171,7 @@ def begin_from(model: Any, start: Path) -> None:
     def plain(value: Any) -> Any:
         return sorted(value) if isinstance(value, list | set) else value
 
+    check_adapter(start)
     stored, made = read_json(start / CONFIG), model.peft_config["default"].to_dict()
     with naming(start / CONFIG):
         other = [name for name in made.keys() - NOTES if plain(stored.get(name, made[name])) != plain(made[name])]

@@ -223,7 +223,8 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
 # The game of a program or an adapter
 
 MADE_FOR = "# made for "  # first words of a program's file; the game follows as JSON
-GAME_OPTIONS = ("held_out", "size", "target", "keys", "timeout", "reasoning", "temperature", "max_new_tokens")
+GAME_OPTIONS = ("held_out", "size", "target", "keys", "example", "timeout", "reasoning", "temperature",
+                "max_new_tokens")  # fmt: skip
 
 
 def write_program(file: Path, source: str, config: Any) -> None:
