@@ -267,7 +267,12 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     from toolkit.run import runs
 
     if file := chosen(argv, {"config": ""}, "resume")["config"]:
-        argv = [*words_of_file(Path(file), kind), *argv]
+        words = words_of_file(Path(file), kind)
+        try:
+            check_names(kind, words, prog)
+        except UsageError as error:
+            raise UsageError(f"--config {file}: {error}") from None
+        argv = [*words, *argv]
     given = chosen(
         argv,
         {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "", "output_dir": "outputs"},
@@ -302,9 +307,12 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
 
 def program_file(name: str) -> Path:
     """The file of a program.  A run's folder stands for its best program."""
+    from toolkit.model import machine
     from toolkit.run import runs
 
     path = Path(name)
+    if not path.exists() and (name in machine.MADE_HERE or re.match("https?://", name)):
+        raise UsageError(f"{name} is no file: a model or a server is asked with --model {name}")
     if not path.is_dir():
         return path
     if not (path / runs.BEST_PROGRAM).is_file():

@@ -95,6 +95,9 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--model", ""], "the model's name is empty"),
         (["eval", ""], "the model's name is empty"),
         (["play", ""], "is no run with a best_strategy.py: name a run's folder or a .py file"),
+        (["play", "tiny"], "tiny is no file: a model or a server is asked with --model tiny"),
+        (["play", "http://127.0.0.1:8000/v1"], "a server is asked with --model http://127.0.0.1:8000/v1"),
+        (["export", "/missing"], "there is no folder /missing: name a run's folder"),
         (["compare", "a", "b", "--output", "a/config.json"], "--output is a page"),
         (["export", "/", "--push-to-hub", "nonsense"], "--push-to-hub must be OWNER/NAME, not 'nonsense'"),
         (["--output-dir", "/proc/none"], "error: /proc/none cannot be written"),
@@ -183,7 +186,7 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
     [
         ("report_to: wandb", "sets --report-to, which no file decides: name it as an option"),
         ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
-        ("stepps: 3", "no option --stepps (similar: --save-steps, --steps"),
+        ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
         ("steps: many", "--steps takes a whole number, like 300, not 'many'"),
         ("- steps", "holds no options: write one a line, like steps: 100"),
         ("", "holds no options"),

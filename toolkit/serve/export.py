@@ -280,6 +280,8 @@ def find_adapter(source: Path) -> Path:
     for folder in (source / "adapter", source):
         if (folder / WEIGHTS).is_file():
             return folder
+    if not source.exists():
+        raise UsageError(f"there is no folder {source}: name a run's folder, a checkpoint or an adapter's folder")
     kept = checkpoints(source)
     instead = f"export {kept[0]}" if kept else "name a run's folder, a checkpoint or an adapter's folder"
     raise UsageError(f"{source} holds no adapter: {instead}")
