@@ -74,7 +74,7 @@ def test_a_model_of_which_less_is_trained_is_named(base: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_such_a_model_is_refused_before_its_weights_are_loaded(base: Path, tmp_path: Path) -> None:
     folder = gpt2(base, tmp_path / "gpt2")
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(b"")
     done = preloaded.run("--model", folder, "--output-dir", tmp_path, *STEP)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: {folder} is a gpt2")
@@ -86,3 +86,20 @@ def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> No
         file.unlink()
     with pytest.raises(UsageError, match="holds a model without its tokenizer"):
         machine.check_model(str(folder), "none")
+
+
+def test_a_folder_without_weights_is_named(base: Path, tmp_path: Path) -> None:
+    """The doctor said that it was available, and training ended over it with the libraries loaded."""
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    machine.check_model(str(folder), "none")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="holds a model without its weights"):
+        machine.check_model(str(folder), "none")
+
+
+def test_a_run_without_its_adapter_is_named(tmp_path: Path) -> None:
+    """One that was killed.  It was told that it needs a config.json, which it has."""
+    for file in ("config.json", "origin.json"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UsageError, match="is a run without its adapter: name one of its checkpoints, or resume it"):
+        machine.check_model(str(tmp_path), "none")

@@ -362,6 +362,20 @@ def check_template(name: str, files: Container[str], read: Callable[[str], Path 
         raise UsageError(f"{name} has no chat template, so it cannot chat: {instead}")
 
 
+def check_files(folder: Path) -> None:
+    """Raise UsageError for a folder that holds no whole model."""
+    if "model_type" not in read_json(folder / "config.json"):
+        if (folder / "origin.json").exists():
+            raise UsageError(f"{folder} is a run without its adapter: name one of its checkpoints, or resume it")
+        raise UsageError(f"{folder} holds no model: it needs a model's config.json or an adapter_config.json")
+    files = {file.name for file in folder.iterdir()}
+    if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"}:
+        raise UsageError(f"{folder} holds a model without its tokenizer: put the tokenizer's files beside it")
+    if not any(file.endswith((".safetensors", ".bin")) for file in files):
+        raise UsageError(f"{folder} holds a model without its weights: put model.safetensors beside its config.json")
+    check_template(str(folder), files, folder.joinpath)
+
+
 def check_hub(name: str) -> None:
     """Raise UsageError if the hub does not have a model or does not give it.
 
@@ -411,16 +425,11 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
             "--max-new-tokens or --max-seq-length"
         )
     if folder.is_dir():
-        if base is None and "model_type" not in read_json(folder / "config.json"):
-            raise UsageError(f"{name} holds no model: it needs a model's config.json or an adapter_config.json")
+        if base is None:
+            check_files(folder)
         kept = (layout_of(base), base == smollm2.folder())  # are made again
         if base and base.is_absolute() and not base.exists() and not any(kept):
             raise UsageError(f"{name} is an adapter to {base}, which does not exist any more: put that model back")
-        files = {file.name for file in folder.iterdir()}
-        if base is None and not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"}:
-            raise UsageError(f"{name} holds a model without its tokenizer: put the tokenizer's files beside it")
-        if base is None:
-            check_template(name, files, folder.joinpath)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         try:
             check_hub(name)
