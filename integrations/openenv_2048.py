@@ -18,12 +18,18 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-from openenv.core.env_server import create_fastapi_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-from starlette.exceptions import HTTPException
-from starlette.websockets import WebSocketDisconnect
+try:
+    import uvicorn
+    from openenv.core.env_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+    from starlette.exceptions import HTTPException
+    from starlette.websockets import WebSocketDisconnect
+except ModuleNotFoundError as missing:
+    if __name__ != "__main__":
+        raise
+    print(f"error: the library {missing.name} is not installed: run ./setup.sh --with openenv", file=sys.stderr)
+    sys.exit(2)
 
 import gpt_2048_rl as program
 from integrations import task

@@ -146,6 +146,14 @@ def test_an_older_dataset_is_not_overwritten(tmp_path: Path, capsys: pytest.Capt
     assert "cannot be made: File exists" in capsys.readouterr().err
 
 
+def test_the_server_without_its_library_says_what_to_install() -> None:
+    """It ended in a traceback."""
+    module = "runpy.run_module('integrations.openenv_2048', run_name='__main__')"
+    done = run_python(f"import runpy, sys; sys.modules['uvicorn'] = None; {module}")
+    assert done.returncode == 2
+    assert done.stderr == "error: the library uvicorn is not installed: run ./setup.sh --with openenv\n"
+
+
 @pytest.mark.slow
 def test_trl_script_trains_with_the_dataset_and_its_rewards(tmp_path: Path, base: Path) -> None:
     assert export(tmp_path, "--size", "4", "--target", "64", "--boards", "1") == 0
