@@ -1819,7 +1819,9 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
                 trust_remote_code=False,
                 **load,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise UsageError(f"the weights of {name} are damaged ({error}): restore them, or name another model") from error
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
     machine.check_weights(model, name, load)

@@ -80,6 +80,17 @@ def test_such_a_model_is_refused_before_its_weights_are_loaded(base: Path, tmp_p
     assert done.stderr.splitlines()[-1].startswith(f"error: {folder} is a gpt2")
 
 
+@pytest.mark.slow
+def test_damaged_weights_are_named(base: Path, tmp_path: Path) -> None:
+    """The line held what safetensors says, "invalid header length", and not what to do."""
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = preloaded.run("eval", folder, "--games", 2, *HELD_OUT)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: the weights of {folder} are damaged (")
+
+
 def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> None:
     folder = save_random("Llama", base, tmp_path / "model", **SMALL)
     for file in folder.glob("*token*"):

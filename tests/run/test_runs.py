@@ -342,6 +342,24 @@ def test_other_folders_are_left_alone(file: str, said: str, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "run").iterdir()] == [file]
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_finished_run_whose_checkpoints_are_damaged_says_so(damaged: bool, tmp_path: Path) -> None:
+    """It was told that it has none."""
+
+    @dataclass
+    class Longer(Config):
+        steps: int = 2
+
+    run = begun(tmp_path)
+    (run / "config.json").write_text('{"steps": 1}')
+    (run / "result.json").write_text('{"steps": 1}')
+    if damaged:
+        (checkpoint(run, 1) / "weights").write_text("")
+    with pytest.raises(UsageError, match=f"has {'only damaged checkpoints' if damaged else 'no checkpoint'}"):
+        runs.open_run(Longer(tmp_path, run_name="run"))
+    assert (run / "result.json").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\): choose another --output-dir"):

@@ -39,7 +39,7 @@ from toolkit import UsageError, fits
 from toolkit.base.files import check_links, naming, no_link, point, read_json, write_whole
 from toolkit.model import tiny
 from toolkit.model.machine import adapter_base, base_of, library_versions
-from toolkit.run.checkpoints import START, TRAINING, keep_start, newest_checkpoint, step_of
+from toolkit.run.checkpoints import START, TRAINING, checkpoints, keep_start, newest_checkpoint, step_of
 from toolkit.run.steps import first_lines
 
 BEST_PROGRAM = "best_strategy.py"
@@ -117,7 +117,8 @@ def open_run(config: RunConfig) -> Path:
         if newest := newest_checkpoint(run, lambda _: None):  # a damaged run is left as it is
             first_lines(run / "rollouts.jsonl", step_of(newest))
         elif result:
-            raise UsageError(f"{run} has no checkpoint to train on from: choose another --run-name")
+            which = "only damaged checkpoints" if checkpoints(run) else "no checkpoint to train on from"
+            raise UsageError(f"{run} has {which}: choose another --run-name")
         if longer and result:
             with naming(run / "result.json"):  # its steps become part of a name
                 (run / "result.json").rename(run / f"result-{int(result['steps'])}.json")
