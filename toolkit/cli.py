@@ -148,7 +148,7 @@ def in_plain_words(said: str, kind: type[Any], argv: Sequence[str]) -> str:
         before = argv[argv.index(extra) - 1] if extra in argv[1:] else ""
         switch = isinstance(getattr(kind, before[2:].replace("-", "_"), None), bool)
         return f"{before} takes no value: leave out {extra}" if switch else f"{extra} belongs to no option"
-    return said
+    return re.sub(r"^Error parsing \w+: ", "", said)  # what a class refuses
 
 
 def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:

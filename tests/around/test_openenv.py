@@ -198,8 +198,8 @@ def test_sessions_do_not_mix(address: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--target", "100"], "Error parsing Args: target must be a power of two"),
-        (["--turns", "0"], "Error parsing Args: turns must lie between 1 and 64, not 0"),
+        (["--target", "100"], "target must be a power of two"),
+        (["--turns", "0"], "turns must lie between 1 and 64, not 0"),
         (["--port", "99999"], "cannot listen at 127.0.0.1, port"),
     ],
 )

@@ -124,7 +124,7 @@ def test_feedback_says_why_nothing_played() -> None:
         (["--keys", "qwerty"], "--keys is one of bepo, wasd, zqsd, arrows, not 'qwerty'"),
         (["--size", "99"], "size must be a whole number from 2 to 16, not 99"),
         (["--target", "1000"], "target must be a power of two"),
-        (["--boards", "0"], "boards must lie between 1 and 64, not 0"),
+        (["--boards", "0"], "error: boards must lie between 1 and 64, not 0"),
         (["--timeout", "-1"], "timeout must be a positive number of seconds"),
         (["--train", "0"], "train must lie between 1 and"),
     ],
