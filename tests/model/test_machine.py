@@ -280,12 +280,13 @@ def test_a_models_folder_runs_no_python(loads: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of gpt-oss-20b, without the weights and with an empty tokenizer."""
+    """The config.json of gpt-oss-20b, with empty files for the weights and the tokenizer."""
     from transformers import GptOssConfig
 
     folder = tmp_path_factory.mktemp("gpt-oss")
     GptOssConfig(num_hidden_layers=24, num_local_experts=32).save_pretrained(folder)
     (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -498,6 +499,7 @@ def save_model(folder: Path, tokenizer: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "model.safetensors").touch()
     return folder
 
 
