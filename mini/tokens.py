@@ -8,7 +8,6 @@ by 14 and by 15, which name each number below 210 and count on without a carry. 
 
 from __future__ import annotations
 
-import os
 import re
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -42,37 +41,70 @@ class BpeTokens:
 
     longest = 144
     NAMES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
-    PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of GPT-2
 
     def __init__(self, folder: Path) -> None:
-        import tiktoken
-        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+        from tokenizers import ByteLevelBPETokenizer
 
         pair = next((pair for pair in self.NAMES if all((folder / name).is_file() for name in pair)), None)
         if pair is None:
             raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
                              "vocab.json")  # fmt: skip
-        os.environ["TIKTOKEN_CACHE_DIR"] = ""  # its cache is keyed by name and would miss a changed file
-        try:  # a byte string's id is also its rank among the merges
-            ranks = data_gym_to_mergeable_bpe_ranks(str(folder / pair[0]), str(folder / pair[1]))
+        try:
             self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
-        except (OSError, ValueError, KeyError, AssertionError):
+            self._bpe = ByteLevelBPETokenizer(str(folder / pair[1]), str(folder / pair[0]))
+        except Exception:  # the library raises nothing narrower
             raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
-        self.end, self.size = len(ranks), len(ranks) + 1
-        self._encoding = tiktoken.Encoding("gpt2", pat_str=self.PATTERN, mergeable_ranks=ranks,
-                                           special_tokens={END: self.end})  # fmt: skip
+        self._bpe.add_special_tokens([END])
+        self.end, self.size = self._bpe.token_to_id(END), self._bpe.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """Ids of any text; END in it is END's id."""
-        return self._encoding.encode(text, allowed_special={END})
+        ids: list[int] = self._bpe.encode(text).ids
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
-        known = b"".join(
-            self._encoding.decode_single_token_bytes(i) if i < self.size else "\N{REPLACEMENT CHARACTER}".encode()
-            for i in ids
-        )
-        return known.decode(errors="replace")
+        runs = groupby(ids, key=lambda i: i < self.size)
+        return "".join(self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}"
+                       * len([*run]) for known, run in runs)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Characters of chess lines
+
+
+class LineTokens:
+    """Characters of P and A lines, with a token for each empty square, each named square and a number's decimals.
+
+    Each line of a board has eight tokens and a slash, so a square always has the same place; FEN's digits come back in
+    `decode`.  Ruoss et al. (2024) spell boards like this.  Repeated blanks become single ones.
+    """
+
+    longest = 96  # a position, its reward and flags, END
+    BOARD = re.compile(r"[1-8pnbrqkPNBRQK]+(?:/[1-8pnbrqkPNBRQK]+){7}")
+    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]|\.\d\d|.")
+    VOCABULARY = (
+        END, *"_pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:",
+        *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
+        *(f".{number:02}" for number in range(100)),
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._ids = {token: i for i, token in enumerate(self.VOCABULARY)}
+        self.end = 0
+        self.size = len(self.VOCABULARY)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt or an answer, without the end token."""
+        spread = self.BOARD.sub(lambda board: re.sub(r"\d", lambda digit: "_" * int(digit[0]), board[0]), text)
+        try:
+            return [self._ids[token] for token in self.TOKEN.findall(" ".join(spread.split()))]
+        except KeyError as unknown:
+            raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The tokens one after the other, with each row of empty squares as its number."""
+        return re.sub("_+", lambda gap: str(len(gap[0])), "".join(self.VOCABULARY[i] for i in ids)).strip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

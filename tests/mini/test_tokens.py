@@ -12,7 +12,7 @@ import pytest
 from mini.chess_lines import SHIPPED, parse_line, self_play
 from mini.model import GPT, GptConfig
 from mini.runs import load_tokens, save_model
-from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens
+from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens, LineTokens
 from toolkit import UsageError
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
@@ -97,6 +97,40 @@ def test_any_tokens_have_a_text() -> None:
     rng, tokens = random.Random(0), ChessTokens()
     texts = [tokens.decode(rng.choices(range(tokens.size), k=rng.randrange(80))) for _ in range(500)]
     assert len(set(texts)) > 450
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Characters of lines
+
+
+def test_characters_round_trip_and_a_board_has_a_token_for_each_square(lines: list[str]) -> None:
+    tokens = LineTokens()
+    assert len(set(tokens.VOCABULARY)) == tokens.size
+    for line in lines:
+        example = parse_line(line)
+        assert example is not None
+        for text in (example.prompt, " ".join(example.answer.split())):
+            assert tokens.decode(tokens.encode(text)) == text
+        ids = tokens.encode(example.prompt)
+        assert [i for i, token in enumerate(ids) if tokens.VOCABULARY[token] == "/"] == [*range(9, 72, 9)]
+        assert len(tokens.encode(example.answer)) < tokens.longest
+
+
+@pytest.mark.parametrize(("text", "spelled"), [
+    ("M: e2e4 a7a8q E: -0.42 B: e2e4", ["M:", " e2", "e4", " a7", "a8", "q", " E:", " ", "-", "0", ".42", " B:",
+                                        " e2", "e4"]),
+    ("8/8/8/8/8/8/8/k1K5 w - e3 10 9+0.001+0+0", [
+        *"________/" * 7, *"k_K_____", " ", "w", " ", "-", " e3", " ", "1", "0", " ", "9", "+", "0", ".00", "1",
+        "+", "0", "+", "0"]),
+], ids=["P", "A"])  # fmt: skip
+def test_how_answers_are_spelled(text: str, spelled: list[str]) -> None:
+    tokens = LineTokens()
+    assert [tokens.VOCABULARY[i] for i in tokens.encode(text)] == spelled
+
+
+def test_a_character_that_chess_lines_do_not_have() -> None:
+    with pytest.raises(ValueError, match="no chess token for 'x'"):
+        LineTokens().encode("M: e2xe4")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
