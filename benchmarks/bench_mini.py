@@ -42,7 +42,7 @@ from rich.table import Table  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from mini.chess_lines import ChessTask, embedded_model, warm_start  # noqa: E402
-from mini.config import EMBEDDED_LR, ChessConfig, EvalConfig  # noqa: E402
+from mini.config import SMALL_LR, ChessConfig, EvalConfig  # noqa: E402
 from mini.grpo import make_learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
 from mini.runs import save_model  # noqa: E402
@@ -292,7 +292,7 @@ def variants(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     """Each variant from the warm start of the first seed's default job, which is made if it is missing."""
     first = args.output_dir / f"default-{args.seeds[0]}"
     run_job(first, ("--seed", args.seeds[0]), os.cpu_count() or 1)
-    start = ("--init", first / "start", "--lr", EMBEDDED_LR, "--warm-steps", 0, "--no-control", "--seed", args.seeds[0])
+    start = ("--init", first / "start", "--lr", SMALL_LR, "--warm-steps", 0, "--no-control", "--seed", args.seeds[0])
 
     def run(name: str) -> dict[str, Any]:
         return run_job(args.output_dir / name.strip("-").replace(" ", "-"), (*start, *VARIANTS[name]), 1)

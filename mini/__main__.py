@@ -1,10 +1,12 @@
 """GRPO with nothing hidden: a GPT-2 and its reinforcement learning in plain PyTorch, for chess and for texts.
 
-    python -m mini chess        builds data, warm-starts a small model, trains it with GRPO, evaluates before and after
-    python -m mini text         the same small GPT learns a text: supervised, with GRPO, with PPO, by denoising
-    python -m mini data         writes chess data: A lines from self-play, P lines from stockfish if it is installed
+    python -m mini chess        trains a small model on chess with GRPO, evaluates before and after
+    python -m mini play         games against random moves, and against stockfish if it is installed
     python -m mini eval         evaluates a model on the held-out prompts
     python -m mini sample       prints completions of one prompt
+    python -m mini text         the same small GPT learns a text: supervised, with GRPO, with PPO, by denoising
+    python -m mini data         writes chess data: A lines from self-play, P lines from stockfish if it is installed
+    python -m mini pretrain     makes the small model from such data, by likelihood alone
     python -m mini COMMAND --help
 
 Read grpo.py first: the formulas and the loop.  Then model.py, chess_lines.py and text.py.  README.md has the maths;
@@ -19,11 +21,20 @@ from functools import partial
 from typing import Any
 
 from mini import config as options
-from mini.config import ChessConfig, Config, DataConfig, EvalConfig, SampleConfig, TextConfig
+from mini.config import (
+    ChessConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    PlayConfig,
+    PretrainConfig,
+    SampleConfig,
+    TextConfig,
+)
 from toolkit import UsageError, cli
 
-KINDS: dict[str, Any] = {"chess": ChessConfig, "text": TextConfig, "data": DataConfig, "eval": EvalConfig,
-                         "sample": SampleConfig}  # fmt: skip
+KINDS: dict[str, Any] = {"chess": ChessConfig, "play": PlayConfig, "eval": EvalConfig, "sample": SampleConfig,
+                         "text": TextConfig, "data": DataConfig, "pretrain": PretrainConfig}  # fmt: skip
 
 
 def parse_arguments(argv: list[str]) -> Config:
@@ -34,12 +45,14 @@ def parse_arguments(argv: list[str]) -> Config:
     command = argv.pop(0)
     if command not in KINDS:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
-    default = None
+    default: Config | None = None
     if command == "text":
         argv = spelled_out(argv)
         given = cli.chosen(argv, {"algo": "supervised", "recipe": "stable", "tokens": "char"}, "resume")
         if given["algo"] in options.ALGORITHMS.get(given["recipe"], ()):
             default = options.text_defaults(given["algo"], given["recipe"], given["tokens"])
+    if command == "pretrain":
+        default = PretrainConfig(save_steps=200)
     config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
     return config
 
@@ -56,7 +69,7 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 def run(config: Config) -> dict[str, Any]:
     """Run a command.  Returns what --json prints, and nothing for a command without --json."""
-    from mini import chess_lines, stockfish, text
+    from mini import chess_lines, pretrain, stockfish, text
     from mini.model import Diverged
 
     if isinstance(config, SampleConfig) and text.is_run(config.init):
@@ -64,11 +77,12 @@ def run(config: Config) -> dict[str, Any]:
     commands: dict[type[Config], Callable[[Any], dict[str, Any]]] = {
         ChessConfig: chess_lines.chess_command, TextConfig: text.text_command, EvalConfig: chess_lines.eval_command,
         SampleConfig: chess_lines.sample_command, DataConfig: stockfish.write_data,
+        PlayConfig: stockfish.play_command, PretrainConfig: pretrain.pretrain_command,
     }  # fmt: skip
     try:
         return commands[type(config)](config)
     except Diverged as what:
-        raise UsageError(f"a {what} is not finite: lower --warm-lr, or take another --init") from None
+        raise UsageError(f"a {what} is not finite: lower --lr or --warm-lr, or take another --init") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mini import config as defaults
-from mini.config import ChessConfig, EvalConfig, ModelOptions, SampleConfig, Shaping
+from mini.config import ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, make_learner, supervised, train
 from mini.model import GPT, Attention, Block, GptConfig, Rows, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
@@ -38,6 +38,7 @@ from toolkit import UsageError
 Kind = Literal["P", "A"]
 KINDS: tuple[Kind, ...] = ("P", "A")
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
+PRETRAINED = Path(__file__).with_name("weights")  # the model that `pretrain` made, the default start
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
 OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 
@@ -349,7 +350,18 @@ def read_corpus(path: Path, limit: int, tokens: Tokens) -> list[Example]:
     return examples
 
 
-def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
+def usual_held_out(count: int) -> dict[Kind, list[Example]]:
+    """The chess job's held-out documents without --data: shipped P lines, and A lines from far apart in self-play."""
+    far_apart = islice(self_play(random.Random("held out")), 0, 10 * count, 10)
+    return {"P": shipped_examples()[:count], "A": [e for line in far_apart if (e := parse_line(line))]}
+
+
+def prompts_of(held_out: dict[Kind, list[Example]]) -> set[str]:
+    """Prompts that must not be trained on: with colours exchanged, too."""
+    return {e.prompt for examples in held_out.values() for e in examples} | {mirrored(e).prompt for e in held_out["P"]}
+
+
+def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
     """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
     if config.data:
         examples = read_corpus(config.data, config.data_lines, tokens)
@@ -360,14 +372,12 @@ def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
         policy = shipped_examples()
         if config.held_out >= len(policy):
             raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
-        far_apart = islice(self_play(random.Random("held out")), 0, 10 * config.held_out, 10)
-        held_out = {"P": policy[: config.held_out], "A": [e for line in far_apart if (e := parse_line(line))]}
+        held_out = usual_held_out(config.held_out)
         played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
         length = random.Random("lengths")
         train = {"P": [best_first(e, length.randint(1, 5)) for line in policy for e in (line, mirrored(line))],
                  "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
-    forbidden = {example.prompt for examples in held_out.values() for example in examples}
-    forbidden |= {mirrored(example).prompt for example in held_out["P"]}
+    forbidden = prompts_of(held_out)
     train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in KINDS}
     for task in KINDS:
         if not train[task]:
@@ -380,7 +390,8 @@ def build_corpus(config: ModelOptions, tokens: Tokens) -> Corpus:
 class ChessTask:
     """Prompts of both tasks, and their rewards."""
 
-    def __init__(self, tokens: Tokens, config: ModelOptions) -> None:
+    def __init__(self, tokens: Tokens, config: ChessOptions, corpus: Corpus | None = None) -> None:
+        self.given = corpus
         self.config, self.tokens, self.end = config, tokens, tokens.end
         self.strict = config.grammar == "strict"
         self.shaping: Shaping = config.reward_shaping or ("capped" if self.strict else "graduated")
@@ -388,7 +399,7 @@ class ChessTask:
     @cached_property
     def corpus(self) -> Corpus:
         """Built when first needed, because sampling a finished model needs none."""
-        return build_corpus(self.config, self.tokens)
+        return self.given or build_corpus(self.config, self.tokens)
 
     def draw(self, rng: random.Random, count: int) -> list[Example]:
         """Draw training documents; the number of P documents is rounded up or down at random."""
@@ -404,16 +415,15 @@ class ChessTask:
         blank = " " if item.task == "P" else ""
         return [*self.tokens.encode(blank + item.answer), self.end]
 
-    def right_answers(self, name: str, device: torch.device) -> Callable[[int], Rows]:
+    def rows(self, items: Sequence[Example], device: torch.device) -> Rows:
+        """Documents as rows."""
+        return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
+                                 self.end, device)  # fmt: skip
+
+    def right_answers(self, name: str, config: ModelOptions, device: torch.device) -> Callable[[int], Rows]:
         """Rows of a supervised step, by step: the same for the same name and --seed."""
-        rng = random.Random(f"{name} {self.config.seed}")
-
-        def rows(step: int) -> Rows:
-            items = self.draw(rng, self.config.warm_batch)
-            return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
-                                     self.end, device)  # fmt: skip
-
-        return rows
+        rng = random.Random(f"{name} {config.seed}")
+        return lambda step: self.rows(self.draw(rng, config.warm_batch), device)
 
     def judge(self, item: Example, answer: str) -> Verdict:
         """Judge an answer against the right one."""
@@ -601,9 +611,14 @@ def embedded_model() -> GPT:
 # Commands
 
 
+def start_folder(config: ModelOptions) -> Path | None:
+    """The folder of the start's weights; None for the embedded model, if none are shipped."""
+    return config.init or (PRETRAINED if PRETRAINED.is_dir() else None)
+
+
 def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
     """The model before its warm start, the task, and the sampling options."""
-    folder = config.init / "model" if config.init and (config.init / "model").is_dir() else config.init
+    folder = config.init / "model" if config.init and (config.init / "model").is_dir() else start_folder(config)
     tokens: Tokens = load_tokens(folder) if folder else ChessTokens()
     torch.manual_seed(config.seed)
     model = load_model(folder) if folder else embedded_model()
@@ -617,8 +632,9 @@ def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
 
 def warm_start(model: GPT, task: ChessTask, config: ModelOptions) -> None:
     """Supervised steps before GRPO, if any are configured."""
-    steps = config.warm_steps if config.warm_steps is not None else 0 if config.init else defaults.EMBEDDED_WARM_STEPS
-    rows = task.right_answers("warm start", model.device)
+    usual = 0 if start_folder(config) else defaults.EMBEDDED_WARM_STEPS
+    steps = config.warm_steps if config.warm_steps is not None else usual
+    rows = task.right_answers("warm start", config, model.device)
     supervised(model, rows, config.warm_lr, steps, say=say)
 
 
@@ -655,7 +671,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
-    lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.EMBEDDED_LR
+    lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
     learner = make_learner(
         copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
         baseline=Baseline(config.baseline_type, config.scale_by_std, config.ema_alpha),
@@ -672,7 +688,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
                "after": evaluate(learner.model, task, sampling)}  # fmt: skip
     if config.control:
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
-        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", model.device)
+        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", config, model.device)
         supervised(control, rows, config.warm_lr, seconds=learner.seconds)
         reports["supervised"] = evaluate(control, task, sampling)
     say(tables({**blind, **reports}))

@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-EMBEDDED_WARM_STEPS, EMBEDDED_LR = 400, 5e-4  # of the embedded model
+EMBEDDED_WARM_STEPS, SMALL_LR = 400, 5e-4  # of the small model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -30,10 +30,10 @@ class RunOptions:
 
     log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-COMMAND-TIME
     resume: bool = False  # continue from the checkpoint in --log-dir
-    save_steps: Annotated[int, (1, 1e7)] = 10  # steps between checkpoints; the first comes after the first step
+    save_steps: Annotated[int, (1, 1e7)] = (
+        10  # steps between checkpoints, 200 for pretrain; one comes after the first step
+    )
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
-    control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
-    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
     def check(self) -> None:
@@ -45,17 +45,21 @@ class RunOptions:
 
 
 @dataclass(kw_only=True)
-class ModelOptions(CommonOptions):
-    """A chess model, its data, its sampling and its judge."""
+class RewardOptions(RunOptions):
+    """A run that learns from rewards."""
 
-    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: embedded model
+    control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
+    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
+
+
+@dataclass(kw_only=True)
+class ChessOptions(CommonOptions):
+    """Chess data, sampling and the judge."""
+
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     data_lines: Annotated[int, (1, 1e9)] = 200_000  # read at most this many lines of the corpus
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 400, none with --init
-    warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
-    warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
@@ -66,13 +70,23 @@ class ModelOptions(CommonOptions):
 
 
 @dataclass(kw_only=True)
+class ModelOptions(ChessOptions):
+    """A chess model and its supervised training before or beside GRPO."""
+
+    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
+    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 400, none with weights
+    warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
+    warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps
+
+
+@dataclass(kw_only=True)
 class GrpoOptions:
     """The algorithm."""
 
     steps: Annotated[int, (0, 1e7)] = 400  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
-    lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the embedded model, 1e-5 with --init
+    lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the small model, 1e-5 with --init
     lr_warmup: Annotated[int, (0, 1e7)] = 5  # steps of learning rate warm-up
     lr_decay: Annotated[float, (0, 1)] = 0.3  # final share of the steps in which the learning rate falls to 0
     updates: Annotated[int, (1, 100)] = 1  # passes over a step's completions, each with one optimizer step
@@ -96,7 +110,7 @@ class GrpoOptions:
 
 
 @dataclass(kw_only=True)
-class ChessConfig(GrpoOptions, ModelOptions, RunOptions):
+class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
     """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
 
     def check(self) -> None:
@@ -107,6 +121,33 @@ class ChessConfig(GrpoOptions, ModelOptions, RunOptions):
             raise UsageError("--adaptive-kl has no weight to adapt: add --kl-coef 0.02")
         if self.k_samples == 1 and self.baseline_type != "ema" and not self.use_gae:
             raise UsageError(f"--k-samples 1 leaves {self.baseline_type} nothing to compare: use ema, or --use-gae")
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(ChessOptions):
+    """The corpus, the model and its training."""
+
+    data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
+    data_lines: Annotated[int, (1, 1e9)] = 10_000_000  # read at most this many lines
+    held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
+    n_layer: Annotated[int, (1, 100)] = 6
+    n_head: Annotated[int, (1, 100)] = 4
+    n_embd: Annotated[int, (1, 1e5)] = 192  # width
+    steps: Annotated[int, (0, 1e9)] = 100_000  # training steps
+    batch_size: Annotated[int, (1, 4096)] = 32  # documents per step
+    lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
+    lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of the steps in which the rate falls to 0
+    eval_steps: Annotated[int, (1, 1e7)] = 2_000  # steps between held-out losses
+
+
+@dataclass(kw_only=True)
+class PretrainConfig(PretrainOptions, RunOptions):
+    """Train a new GPT-2 on chess lines by likelihood, with GPT-2's start values.  Its model/ is for --init."""
+
+    def check(self) -> None:
+        """Raise UsageError where two options contradict each other."""
+        if self.n_embd % self.n_head:
+            raise UsageError(f"--n-embd {self.n_embd} cannot be shared by --n-head {self.n_head}")
 
 
 @dataclass(kw_only=True)
@@ -125,12 +166,24 @@ class SampleConfig(ModelOptions):
 
 
 @dataclass(kw_only=True)
+class PlayConfig(ModelOptions):
+    """Play games against random moves, and against stockfish at its lowest level if it is installed."""
+
+    games: Annotated[int, (2, 1e5)] = 50  # against each opponent, with each colour in turn
+    out: Path = Path("outputs/mini-games.pgn")  # the games
+    temperature: Annotated[float, (0, 100)] = 0.0  # of sampling; 0: the likeliest answer
+    stockfish: Path | None = None  # the program; default: the one on PATH or in /usr/games
+    json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
+
+
+@dataclass(kw_only=True)
 class DataConfig:
-    """Write a.txt and p.txt.  The same seed gives the same files."""
+    """Write a.txt, p.txt and, with stockfish, games.txt.  The same seed gives the same files."""
 
     out: Path = Path("outputs/mini-data")  # folder to write to
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # lines from self-play
-    p_lines: Annotated[int, (1, 1e7)] = 1_000  # positions to analyse; without stockfish, shipped lines to write
+    p_lines: Annotated[int, (1, 1e7)] = 1_000  # its positions to analyse; without stockfish, shipped lines to write
+    game_lines: Annotated[int, (0, 1e8)] = 0  # P and A lines from games with one of stockfish's moves at each turn
     stockfish: Path | None = None  # the program; default: the one on PATH or in /usr/games
     depth: Annotated[int, (1, 50)] = 8  # search depth in half moves
     multipv: Annotated[int, (1, 5)] = 5  # moves per position
@@ -184,7 +237,7 @@ class TextOptions(CommonOptions):
 
 
 @dataclass(kw_only=True)
-class TextConfig(TextOptions, RunOptions):
+class TextConfig(TextOptions, RewardOptions):
     """Train a small GPT on a text in one of four ways; report before and after, with baselines that need no reward."""
 
     def check(self) -> None:
@@ -223,4 +276,4 @@ def text_defaults(algo: str, recipe: str, tokens: str) -> TextConfig:
 
 ALIASES = {"--batch": ["--batch-size"], "--ref-type": ["--reference"], "--neg-reward": ["--reward-mode", "pm1"]}  # text
 
-Config = ChessConfig | EvalConfig | SampleConfig | DataConfig | TextConfig
+Config = ChessConfig | PretrainConfig | EvalConfig | PlayConfig | SampleConfig | DataConfig | TextConfig

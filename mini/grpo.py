@@ -297,25 +297,37 @@ def likelihood(model: GPT, rows: Rows) -> float:
     return mean
 
 
+def likelihood_steps(
+    learner: Learner, draw: Callable[[int], Rows], steps: float = math.inf, seconds: float = math.inf,
+    decay: float = 0.5, warmup: int = 10,
+) -> Iterator[dict[str, float]]:  # fmt: skip
+    """Train on right answers, drawn by step, for `steps` or `seconds`, whichever ends first; yields figures.
+
+    The rate warms up, because Adam's first steps have full length however noisy the gradient is, and falls to 0 in the
+    last share `decay`, for a steady end.
+    """
+    now = clock(learner.model)
+    while learner.step < steps and learner.seconds < seconds:
+        began, rows = now(), draw(learner.step)
+        loss = likelihood(learner.model, rows)
+        left = 1 - max(learner.step / steps, learner.seconds / seconds)  # 1 to 0
+        set_lr(learner.optimizer, min(1.0, left / (decay or left), (learner.step + 1) / warmup))
+        norm = learner.descend(1.0)
+        learner.step += 1
+        learner.tokens += int(rows.mask.sum())
+        learner.seconds += now() - began
+        yield {"loss": loss, "grad_norm": norm, "tokens": learner.tokens, "seconds": learner.seconds}
+
+
 def supervised(
     model: GPT, draw: Callable[[int], Rows], lr: float, steps: float = math.inf, seconds: float = math.inf,
     decay: float = 0.5, say: Callable[[str], None] = lambda line: None,
 ) -> GPT:  # fmt: skip
-    """Train on right answers, drawn by step, for `steps` or `seconds`, whichever ends first.
-
-    The rate warms up in ten steps, because Adam's first steps have full length however noisy the gradient is, and falls
-    to 0 in the last share `decay`, for a steady end.
-    """
-    learner, now = make_learner(model, model, lr, 0), clock(model)
-    began = now()
-    while learner.step < steps and now() - began < seconds:
-        loss = likelihood(model, draw(learner.step))
-        left = 1 - max(learner.step / steps, (now() - began) / seconds)  # 1 to 0
-        set_lr(learner.optimizer, min(1.0, left / (decay or left), (learner.step + 1) / 10))
-        learner.descend(1.0)
-        learner.step += 1
+    """Train a model by likelihood: a warm start, or the control of equal time."""
+    learner = make_learner(model, model, lr, 0)
+    for figures in likelihood_steps(learner, draw, steps, seconds, decay):
         if learner.step % 100 == 0 or learner.step == steps:
-            say(f"supervised step {learner.step}  loss {loss:.3f} nats a token")
+            say(f"supervised step {learner.step}  loss {figures['loss']:.3f} nats a token")
     return model
 
 

@@ -6,8 +6,10 @@ Every file is written whole under another name, flushed, then renamed: a run tha
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import time
@@ -22,10 +24,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from mini.config import ChessConfig, TextConfig
+from mini.config import ChessConfig, PretrainConfig, TextConfig
 from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
-from mini.tokens import BpeTokens, ChessTokens, Tokens
+from mini.tokens import BpeTokens, ChessTokens, LineTokens, Tokens
 from toolkit import UsageError
 from toolkit.base.files import write_whole
 from toolkit.cli import spelled
@@ -58,15 +60,15 @@ def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str
 
 # Options that may change when a run is resumed.
 MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
-              "patience"}  # fmt: skip
+              "patience", "eval_steps"}  # fmt: skip
 Figures = Mapping[str, float]
 
 
 class Run:
     """A run's folder.  A new one is made when everything that it needs has been read."""
 
-    def __init__(self, config: ChessConfig | TextConfig) -> None:
-        kind = "chess" if isinstance(config, ChessConfig) else "text"
+    def __init__(self, config: ChessConfig | PretrainConfig | TextConfig) -> None:
+        kind = type(config).__name__.removesuffix("Config").lower()
         self.config = config
         self.folder = config.log_dir or Path("outputs") / f"mini-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.saved = self.folder / "checkpoint.pt"
@@ -108,13 +110,13 @@ class Run:
     def follow(self, learner: Learner, steps: Iterable[Figures], line: Callable[[Figures], str | None]) -> str | None:
         """Train to the end: curves, printed lines, checkpoints.  Returns why there was nothing left to learn, if so."""
         curves = Curves(self.config.track, self.folder, self.settings, learner.step)
-        kept = learner.step
+        kept, patience = learner.step, getattr(self.config, "patience", math.inf)
         try:
             for figures in steps:
                 curves.write(learner.step, {**figures, "memory_gib": memory(learner.model)})
                 if text := line(figures):
                     say(text)
-                if learner.flat >= self.config.patience:
+                if learner.flat >= patience:
                     break
                 if learner.step == 1 or learner.step % self.config.save_steps == 0:
                     self.save(learner)
@@ -129,7 +131,7 @@ class Run:
             raise
         finally:
             curves.close()
-        if learner.flat < self.config.patience:
+        if learner.flat < patience:
             return None
         return f"nothing to learn: in {learner.flat} steps all rewards of every group were equal"
 
@@ -217,6 +219,7 @@ def memory(model: GPT) -> float:
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
 SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
+OWN_TOKENS: dict[str | None, type[ChessTokens | LineTokens]] = {"chess": ChessTokens, "lines": LineTokens}
 ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
            "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
 
@@ -264,13 +267,19 @@ def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for name, ours in names.items() if not ours.endswith(SKIPPED) and ours != "lm_head.weight"}  # fmt: skip
 
 
-def save_model(model: GPT, tokens: Tokens, folder: Path) -> None:
+def digest(folder: Path) -> str:
+    """SHA-256 of a folder's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a folder for load_model, load_tokens and transformers."""
-    tensors = {f"transformer.{name}": (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous().cpu()
-               for name, tensor in model.state_dict().items()}  # fmt: skip
+    tensors = {f"transformer.{name}": (part.t() if name.endswith(TRANSPOSED) else part).to("cpu", dtype).contiguous()
+               for name, part in model.state_dict().items()}  # fmt: skip
     config = dataclasses.asdict(model.config) | ASSUMED | {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
-        "eos_token_id": tokens.end, "mini_tokens": "chess" if isinstance(tokens, ChessTokens) else "bpe",
+        "eos_token_id": tokens.end, "dtype": str(dtype).removeprefix("torch."),
+        "mini_tokens": next((name for name, kind in OWN_TOKENS.items() if isinstance(tokens, kind)), "bpe"),
     }  # fmt: skip
     for name, content in tokens.files.items() if isinstance(tokens, BpeTokens) else ():
         write(folder / name, content)
@@ -281,8 +290,9 @@ def save_model(model: GPT, tokens: Tokens, folder: Path) -> None:
 
 def load_tokens(folder: Path) -> Tokens:
     """The vocabulary of the model in a folder."""
-    tokens: Tokens = ChessTokens() if read_config(folder).get("mini_tokens") == "chess" else BpeTokens(folder)
+    own = OWN_TOKENS.get(read_config(folder).get("mini_tokens"))
+    tokens: Tokens = own() if own else BpeTokens(folder)
     size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
-    if tokens.size > size or (tokens.size < size and isinstance(tokens, ChessTokens)):  # byte pairs may be padded
+    if tokens.size > size or (tokens.size < size and own):  # byte pairs may be padded
         raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
     return tokens

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import io
 import math
+import stat
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,43 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = GptConfig(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=50)
 LATENT = dataclasses.replace(SMALL, latent=6)
 END = 0
+
+
+ENGINE = '''#!{python}
+"""Speaks just enough UCI.  The moves are the first legal ones; their evals begin at 0.50 and fall, then it is mated."""
+import sys
+import chess
+
+count = 1
+for line in sys.stdin:
+    words = line.split()
+    if words[0] == "uci":
+        names = ("MultiPV", "Threads", "Hash")
+        print(*(f"option name {{name}} type spin default 1 min 1 max 500" for name in names), "uciok", sep="\\n")
+    elif words[0] == "isready":
+        print("readyok")
+    elif words[:3] == ["setoption", "name", "MultiPV"]:
+        count = int(words[-1])
+    elif words[0] == "position":
+        board = chess.Board() if words[1] == "startpos" else chess.Board(" ".join(words[2:8]))
+    elif words[0] == "go":
+        moves = sorted(map(str, board.legal_moves))[:count]
+        for n, move in enumerate(moves):
+            score = "mate -3" if n == 3 else f"cp {{50 - 35 * n}}"
+            print(f"info depth {{words[2]}} multipv {{n + 1}} score {{score}} pv {{move}}")
+        print(f"bestmove {{moves[0]}}")
+    elif words[0] == "quit":
+        break
+    sys.stdout.flush()
+'''
+
+
+def fake_engine(folder: Path) -> Path:
+    """The engine above as a program."""
+    path = folder / "engine"
+    path.write_text(ENGINE.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
 
 
 def small_model(seed: int = 0, spread: float = 6.0, config: GptConfig = SMALL) -> GPT:

@@ -39,7 +39,15 @@ from mini.chess_lines import (
     report,
     shipped_examples,
 )
-from mini.config import ChessConfig, DataConfig, EvalConfig, SampleConfig, TextConfig
+from mini.config import (
+    ChessConfig,
+    DataConfig,
+    EvalConfig,
+    PlayConfig,
+    PretrainConfig,
+    SampleConfig,
+    TextConfig,
+)
 from mini.model import GPT, Attention, Sampling
 from mini.tokens import ChessTokens
 from tests.helpers import run_python
@@ -366,6 +374,9 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
      "no chess token for '90"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
+    (["pretrain", "--data", "/nowhere"], "/nowhere cannot be read"),
+    (["pretrain", "--n-head", "5"], "--n-embd 192 cannot be shared by --n-head 5"),
+    (["play", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,7 +395,7 @@ try:
     mini.__main__.main(["chess", "--help"])
 except SystemExit as stop:
     print("code", stop.code)
-print(*(name for name in ("torch", "chess", "transformers", "tiktoken", "numpy") if name in sys.modules), "loaded")
+print(*(name for name in ("torch", "chess", "transformers", "tokenizers", "numpy") if name in sys.modules), "loaded")
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
@@ -399,7 +410,8 @@ def test_the_two_programs_import_nothing_from_each_other() -> None:
     assert not [path for path in (root / "mini").glob("*.py") if "gpt_2048_rl" in path.read_text()]
 
 
-@pytest.mark.parametrize("kind", [ChessConfig, DataConfig, EvalConfig, SampleConfig, TextConfig])
+@pytest.mark.parametrize("kind", [ChessConfig, DataConfig, EvalConfig, PlayConfig, PretrainConfig, SampleConfig,
+                                  TextConfig])  # fmt: skip
 def test_every_number_has_its_limits(kind: type) -> None:
     """And keeps to them by default."""
     for name, hint in get_type_hints(kind, include_extras=True).items():

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import random
 import re
-import stat
-import sys
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import chess
@@ -36,8 +34,9 @@ from mini.chess_lines import (
     similarity,
 )
 from mini.config import DataConfig, Shaping
-from mini.stockfish import analysed_lines, find_stockfish, write_data
+from mini.stockfish import analysed_lines, find_stockfish, game_lines, write_data
 from mini.tokens import ChessTokens
+from tests.mini.helpers import fake_engine
 from toolkit import UsageError
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
@@ -238,41 +237,10 @@ def test_a_shorter_list_keeps_the_best_moves() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Engines
 
-ENGINE = '''#!{python}
-"""Speaks just enough UCI.  The moves are the first legal ones; their evals begin at 0.50 and fall, then it is mated."""
-import sys
-import chess
-
-count = 1
-for line in sys.stdin:
-    words = line.split()
-    if words[0] == "uci":
-        names = ("MultiPV", "Threads", "Hash")
-        print(*(f"option name {{name}} type spin default 1 min 1 max 500" for name in names), "uciok", sep="\\n")
-    elif words[0] == "isready":
-        print("readyok")
-    elif words[:3] == ["setoption", "name", "MultiPV"]:
-        count = int(words[-1])
-    elif words[0] == "position":
-        board = chess.Board() if words[1] == "startpos" else chess.Board(" ".join(words[2:8]))
-    elif words[0] == "go":
-        moves = sorted(map(str, board.legal_moves))[:count]
-        for n, move in enumerate(moves):
-            score = "mate -3" if n == 3 else f"cp {{50 - 35 * n}}"
-            print(f"info depth {{words[2]}} multipv {{n + 1}} score {{score}} pv {{move}}")
-        print(f"bestmove {{moves[0]}}")
-    elif words[0] == "quit":
-        break
-    sys.stdout.flush()
-'''
-
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
-    path = tmp_path / "engine"
-    path.write_text(ENGINE.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+    return fake_engine(tmp_path)
 
 
 def test_the_best_move_is_the_engines_first_for_black_too(engine: Path) -> None:
@@ -301,6 +269,18 @@ def test_data_command_writes_the_same_for_the_same_seed(engine: Path, tmp_path: 
     assert [text.count("\n") for text in contents[0]] == [100, 10]
 
 
+def test_games_of_an_engine_are_lines_of_both_tasks(engine: Path) -> None:
+    """Each position is analysed before its move is played; histories are those of the game."""
+    lines = [*islice(game_lines(str(engine), DataConfig(multipv=4)), 300)]
+    assert lines == [*islice(game_lines(str(engine), DataConfig(multipv=4)), 300)]
+    examples = [example for line in lines if (example := parse_line(line))]
+    assert Counter(example.task for example in examples)["P"] > 100
+    for before, after in pairwise(examples):
+        if before.task == "P":
+            assert after.fen == before.fen
+    assert any(example.answer.endswith("+1") for example in examples)  # an illegal proposal
+
+
 def test_data_command_without_stockfish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +288,8 @@ def test_data_command_without_stockfish(
     write_data(DataConfig(out=tmp_path, a_lines=10, p_lines=7))
     assert (tmp_path / "p.txt").read_text().splitlines() == SHIPPED.read_text().splitlines()[:7]
     assert "no stockfish is installed" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--game-lines needs stockfish"):
+        write_data(DataConfig(out=tmp_path, game_lines=1))
 
 
 def test_programs_that_are_no_engine(tmp_path: Path) -> None:
