@@ -252,13 +252,16 @@ def panel(kind: str, curves: list[list[float]], controls: dict[str, float], left
 
 def markdown(columns: dict[str, list[dict[str, Any]]]) -> str:
     """Reports by name, one for each seed, as a table: median (lowest to highest)."""
-    shown = {"A": ("reward", "validity", "exact_fen"), "P": ("reward", "validity", "legal", "moves", "best_move")}
+    shown = {
+        "A": ("reward", "validity", "exact_fen"),
+        "P": ("reward", "validity", "legal", "king", "moves", "best_move"),
+    }
     rows = [["", *(f"{kind} {name.replace('_', ' ')}" for kind, names in shown.items() for name in names)]]
     for label, told in columns.items():
         row = [label]
         for kind, names in shown.items():
             for name in names:
-                values = [report[kind][name] for report in told if kind in report]
+                values = [value for report in told if (value := report.get(kind, {}).get(name)) is not None]
                 spread = f" ({min(values):.2f} to {max(values):.2f})" if len({*values}) > 1 else ""
                 row.append(f"{statistics.median(values):.2f}{spread}" if values else "")
         rows.append(row)

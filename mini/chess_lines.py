@@ -162,6 +162,7 @@ class Verdict:
     scores: dict[str, float]  # per field, 0 to 1; empty if not valid
     listed: int = 0  # moves of a P answer, valid or not, where the position is known
     legal: int = 0  # of these
+    kings: int = 0  # of the legal ones
 
     @property
     def raw(self) -> float:
@@ -187,11 +188,15 @@ def judge(task: Kind, answer: str, truth: str, fen: str | None = None) -> Verdic
     if task == "A":
         scores = judge_environment(answer, truth, strict=fen is not None)
         return Verdict(task, scores is not None, scores or {})
-    scores, listed = judge_policy(answer, truth), re.findall(MOVE, answer.partition("E:")[0])
-    legal = len({*listed} & {move.uci() for move in chess.Board(fen).legal_moves}) if fen else 0  # repeated: not legal
-    if scores is not None and fen:
-        scores["legal"] = legal / len(listed)
-    return Verdict(task, scores is not None, scores or {}, len(listed) if fen else 0, legal)
+    scores = judge_policy(answer, truth)
+    if fen is None:
+        return Verdict(task, scores is not None, scores or {})
+    board, listed = chess.Board(fen), re.findall(MOVE, answer.partition("E:")[0])
+    legal = [move for move in board.legal_moves if move.uci() in listed]  # repeated: not legal
+    if scores is not None:
+        scores["legal"] = len(legal) / len(listed)
+    kings = sum(move.from_square == board.king(board.turn) for move in legal)
+    return Verdict(task, scores is not None, scores or {}, len(listed), len(legal), kings)
 
 
 def shaped(verdict: Verdict, shaping: Shaping = "graduated") -> float:
@@ -457,14 +462,15 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
         return sum(values) / len(values) if values else None
 
     scores = {kind: [v.scores for v in verdicts if v.task == kind] for kind in KINDS}
-    listed = sum(verdict.listed for verdict in verdicts)
+    listed, legal = sum(v.listed for v in verdicts), sum(v.legal for v in verdicts)
     return {
         "reward": mean([shaped(verdict, task.shaping) for verdict in verdicts]),
         "validity": mean([float(verdict.valid) for verdict in verdicts]),
         "exact_fen": mean([float(score.get("fen") == 1) for score in scores["A"]]),
         "fen_similarity": mean([score.get("fen", 0.0) for score in scores["A"]]),
         "best_move": mean([score.get("best", 0.0) for score in scores["P"]]),
-        "legal": sum(verdict.legal for verdict in verdicts) / listed if listed else None,
+        "legal": legal / listed if listed else None,
+        "king": sum(verdict.kings for verdict in verdicts) / legal if legal else None,
         "moves": listed / len(scores["P"]) if listed else None,
     }
 
@@ -526,7 +532,7 @@ def controls(task: ChessTask) -> dict[str, Report]:
 def tables(columns: dict[str, Report]) -> str:
     """A table for each task."""
     names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
-             "P": ("reward", "validity", "legal", "moves", "best_move")}  # fmt: skip
+             "P": ("reward", "validity", "legal", "king", "moves", "best_move")}  # fmt: skip
     return "\n".join(table(kind, measures, {label: told[kind] for label, told in columns.items() if kind in told})
                      for kind, measures in names.items())  # fmt: skip
 

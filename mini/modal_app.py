@@ -19,7 +19,7 @@ from pathlib import Path
 import modal
 
 HOME = Path("/")  # the parent of outputs/, which is the volume
-NEEDED = ("torch", "safetensors", "numpy", "tensorboard", "tyro", "rich", "chess", "tokenizers", "wandb")
+NEEDED = ("torch", "tokenizers", "safetensors", "numpy", "tensorboard", "tyro", "rich", "chess", "wandb")
 
 
 def pinned() -> list[str]:

@@ -142,8 +142,8 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
         elif learner.step % 100:
             return None
         shown = "".join(f"  {name} {value:.4f}" for name, value in held_out.items())
-        speed = learner.tokens / learner.seconds
-        return f"step {learner.step}/{config.steps}  loss {figures['loss']:.4f}{shown}  {speed:.0f} tokens a second"
+        said = f"step {learner.step}/{config.steps}  loss {figures['loss']:.4f}{shown}"
+        return f"{said}  {learner.tokens / learner.seconds:.0f} tokens a processor second"
 
     run.follow(learner, pretraining(learner, lambda step: task.rows(draw(step), model.device), task, config), line)
     save_model(model, tokens, run.folder / "model", torch.float16)

@@ -119,7 +119,7 @@ def test_report_by_hand(task: ChessTask) -> None:
     length = len(A_TRUTH.split("+")[0])
     assert report(verdicts, task) == pytest.approx({
         "reward": (1 + 0.8 - 0.3 + 1 + 0.4) / 5, "validity": 0.8, "exact_fen": 1 / 3,
-        "fen_similarity": (1 + 1 - 1 / length) / 3, "best_move": 0.5, "legal": None, "moves": None,
+        "fen_similarity": (1 + 1 - 1 / length) / 3, "best_move": 0.5, "legal": None, "king": None, "moves": None,
     })  # fmt: skip
     assert report(verdicts[3:], task)["exact_fen"] is None
 
@@ -137,11 +137,13 @@ def test_evaluation_judges_each_prompt_once(task: ChessTask, monkeypatch: pytest
     told = evaluate(GPT(EMBEDDED), task, Sampling(0.8, 50, 0.95, 5))
     assert judged == task.corpus.held_out["P"] + task.corpus.held_out["A"]
     assert told["P"] == {"reward": 1, "validity": 1, "exact_fen": None, "fen_similarity": None, "best_move": 1,
-                         "legal": 1, "moves": told["P"]["moves"]}  # fmt: skip
+                         "legal": 1, "king": told["P"]["king"], "moves": told["P"]["moves"]}  # fmt: skip
     assert told["A"] == {"reward": 1, "validity": 1, "exact_fen": 1, "fen_similarity": 1, "best_move": None,
-                         "legal": None, "moves": None}  # fmt: skip
+                         "legal": None, "king": None, "moves": None}  # fmt: skip
     assert 1 < told["P"]["moves"] <= 5
-    assert {name: told[name] for name in told["P"]} == {**dict.fromkeys(told["P"], 1), "moves": told["P"]["moves"]}
+    assert 0 < told["P"]["king"] < 0.5
+    assert {name: told[name] for name in told["P"]} == {
+        **dict.fromkeys(told["P"], 1), "king": told["P"]["king"], "moves": told["P"]["moves"]}  # fmt: skip
 
 
 def test_controls_need_no_learning(task: ChessTask) -> None:
@@ -246,7 +248,7 @@ def chess_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_chess_reports_before_and_after(chess_run: Trained) -> None:
     _, said, told = chess_run
-    names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal", "moves"}
+    names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal", "king", "moves"}
     for moment in ("before", "before, likeliest", "after", "supervised"):
         assert set(told[moment]) == names | {"P", "A"}
         assert set(told[moment]["P"]) == set(told[moment]["A"]) == names

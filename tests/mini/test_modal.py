@@ -65,8 +65,8 @@ def test_the_image_has_what_pyproject_pins_and_both_folders(imported: Callable[.
     _, stub = imported("--algo", "ppo")
     pins, _ = called(stub, "pip_install")
     text = (ROOT / "pyproject.toml").read_text()
-    assert [re.split("==", pin)[0] for pin in pins] == ["torch", "safetensors", "numpy", "tensorboard", "tyro", "rich",
-                                                       "chess", "tokenizers", "wandb"]  # fmt: skip
+    assert [re.split("==", pin)[0] for pin in pins] == ["torch", "tokenizers", "safetensors", "numpy", "tensorboard",
+                                                       "tyro", "rich", "chess", "wandb"]  # fmt: skip
     assert all(f'"{pin}' in text for pin in pins)
     assert called(stub, "add_local_python_source")[0] == ("mini", "toolkit")
 
