@@ -336,12 +336,12 @@ def read_example(line: str, tokens: Tokens) -> Example:
     return example
 
 
-def read_corpus(path: Path, limit: int, tokens: Tokens) -> list[Example]:
-    """The usable lines among the first `limit` of a file; says which ones are not, and why."""
+def read_corpus(path: Path, tokens: Tokens) -> list[Example]:
+    """The usable lines of a file; says which ones are not, and why."""
     examples, dropped = list[Example](), defaultdict[str, list[int]](list)
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(islice(file, limit), 1):
+            for number, line in enumerate(file, 1):
                 try:
                     examples += [read_example(line, tokens)] if line.strip() else []
                 except ValueError as error:
@@ -369,7 +369,7 @@ def prompts_of(held_out: dict[Kind, list[Example]]) -> set[str]:
 def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
     """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
     if config.data:
-        examples = read_corpus(config.data, config.data_lines, tokens)
+        examples = read_corpus(config.data, tokens)
         random.Random("held out").shuffle(examples)
         train = {task: [e for e in examples if e.task == task] for task in KINDS}
         held_out = {task: train[task][: config.held_out] for task in KINDS}
@@ -680,7 +680,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
     learner = make_learner(
         copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
-        baseline=Baseline(config.baseline_type, config.scale_by_std, config.ema_alpha),
+        baseline=Baseline(config.baseline_type, config.scale_by_std),
         kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
     )  # fmt: skip
     if checkpoint:

@@ -57,7 +57,6 @@ class ChessOptions(CommonOptions):
     """Chess data, sampling and the judge."""
 
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
-    data_lines: Annotated[int, (1, 1e9)] = 200_000  # read at most this many lines of the corpus
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
@@ -100,7 +99,6 @@ class GrpoOptions:
     kl_warmup: Annotated[int, (0, 1e12)] = 0  # steps or tokens over which the weight rises linearly from 0
     kl_warmup_unit: Literal["steps", "tokens"] = "steps"
     baseline_type: BaselineType = "group_mean"  # subtracted from the rewards
-    ema_alpha: Annotated[float, (0, 1)] = 0.1  # how fast the ema baseline follows the rewards
     scale_by_std: bool = True  # group_mean: divide by the group's standard deviation
     use_gae: bool = False  # token-level advantages from a value head, instead of the baseline
     gae_lambda: Annotated[float, (0, 1)] = 0.95
@@ -128,7 +126,6 @@ class PretrainOptions(ChessOptions):
     """The corpus, the model and its training."""
 
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
-    data_lines: Annotated[int, (1, 1e9)] = 10_000_000  # read at most this many lines
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
     n_layer: Annotated[int, (1, 100)] = 6
     n_head: Annotated[int, (1, 100)] = 4
@@ -230,7 +227,6 @@ class TextOptions(CommonOptions):
     minibatches: Annotated[int, (1, 4096)] = 4  # ppo: optimizer steps per pass
     value_loss_coef: Annotated[float, (0, 1e3)] = 0.5  # ppo: weight of the value head's loss
     mask_share: Annotated[float, (1e-6, 1)] = 0.15  # denoise: share of tokens that are masked
-    unmask_steps: Annotated[int, (1, 1e5)] = 5  # denoise: steps of sampling
     max_grad_norm: Annotated[float, (1e-9, 1e9)] = 1.0  # gradient clipping
     held_out: Annotated[int, (1, 1e6)] = 256  # windows from the last tenth of the text, for the reports
     log_steps: Annotated[int, (1, 1e7)] = 100  # steps between printed lines

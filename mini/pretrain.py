@@ -13,7 +13,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,14 @@ HELD_OUT = ("nats a character, P", "nats a character, A")
 Lines = dict[Kind, list[str]]
 
 
-def read_lines(path: Path, limit: int) -> Lines:
-    """The P and A lines of a corpus, or of all of a folder's: at most `limit` of each file."""
+def read_lines(path: Path) -> Lines:
+    """The P and A lines of a corpus, or of all of a folder's."""
     lines: Lines = {"P": [], "A": []}
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     try:
         for file in files:
             with file.open(encoding="utf-8") as text:
-                for line in islice(text, limit):
+                for line in text:
                     lines["P" if "P:" in line[:16] else "A"].append(line)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
@@ -122,7 +121,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     """Train a new model; write it in 16 bits; report on held-out lines of the corpus and of the chess job."""
     began, run, tokens = time.perf_counter(), Run(config), LineTokens()
     checkpoint = run.load() if config.resume else None
-    lines = read_lines(config.data, config.data_lines)
+    lines = read_lines(config.data)
     corpus = take_out(lines, config.held_out, tokens)
     task, usual = (ChessTask(tokens, config, Corpus({}, held)) for held in (corpus, usual_held_out(config.held_out)))
     draw = documents(lines, prompts_of(corpus) | prompts_of(usual.corpus.held_out), tokens, config)

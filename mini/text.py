@@ -37,6 +37,7 @@ from toolkit import UsageError
 # A text in tokens
 
 HELD_OUT = 10  # one part in so many, the last, is held out
+UNMASK_STEPS = 5  # of a denoiser that writes
 NO_END = -1  # no token has this id, because a text does not end
 
 
@@ -388,7 +389,7 @@ def generation_report(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
     T, generator = config.horizon, torch.Generator(model.device).manual_seed(0)
     windows = corpus.held_out_windows(T, config.held_out)
     if config.algo == "denoise":
-        ids, told = unmask(model, 16, T, config.unmask_steps, generator), Report()
+        ids, told = unmask(model, 16, T, UNMASK_STEPS, generator), Report()
     else:
         rows, _ = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), NO_END, generator)
         ids = rows.answer_ids
@@ -529,7 +530,7 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
     if not 0 < len(ids) < made.block:
         raise UsageError(f"--prompt must have 1 to {made.block - 1} tokens, not {len(ids)}")
     if made.algo == "denoise":
-        rows = unmask(model, config.k_samples, made.horizon, made.unmask_steps, generator).tolist()
+        rows = unmask(model, config.k_samples, made.horizon, UNMASK_STEPS, generator).tolist()
     else:
         sampling = Sampling(config.temperature, config.top_k, config.top_p, min(config.max_new_tokens or 200, room))
         rows = generate(model, [ids], config.k_samples, sampling, NO_END, generator)[0].ids.tolist()

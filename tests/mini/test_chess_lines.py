@@ -153,13 +153,12 @@ def test_lines_with_and_without_their_prefix(played: list[str]) -> None:
 def test_reading_a_corpus(played: list[str], tmp_path: Path) -> None:
     path, tokens = tmp_path / "corpus.txt", ChessTokens()
     path.write_text("\n".join([played[0], "", "nonsense", P_LINE, played[1]]))
-    assert [example.task for example in read_corpus(path, 100, tokens)] == ["A", "P", "A"]
-    assert len(read_corpus(path, 3, tokens)) == 1
+    assert [example.task for example in read_corpus(path, tokens)] == ["A", "P", "A"]
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="is no text in UTF-8"):
-        read_corpus(path, 100, tokens)
+        read_corpus(path, tokens)
     with pytest.raises(UsageError, match="No such file"):
-        read_corpus(tmp_path / "none", 100, tokens)
+        read_corpus(tmp_path / "none", tokens)
 
 
 @pytest.mark.parametrize(("line", "reason"), [
@@ -176,7 +175,7 @@ def test_every_line_that_is_left_out_is_named_with_its_reason(
 ) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join([played[0], line, P_LINE, line]))
-    assert len(read_corpus(path, 100, ChessTokens())) == 2
+    assert len(read_corpus(path, ChessTokens())) == 2
     said = capsys.readouterr().out
     assert said.startswith(f"{path}: 2 left out, ")
     assert reason in said
@@ -186,7 +185,7 @@ def test_every_line_that_is_left_out_is_named_with_its_reason(
 def test_a_line_may_show_that_a_move_is_illegal(played: list[str], tmp_path: Path) -> None:
     flagged = [line for line in played if line.endswith("+-1.0+0+1")]
     (tmp_path / "corpus.txt").write_text("\n".join(flagged))
-    assert len(read_corpus(tmp_path / "corpus.txt", 100, ChessTokens())) == len(flagged) > 50
+    assert len(read_corpus(tmp_path / "corpus.txt", ChessTokens())) == len(flagged) > 50
 
 
 def test_shipped_lines_are_sound() -> None:

@@ -240,7 +240,7 @@ def learner_for(model: GPT, reference: GPT, config: ChessConfig) -> Learner:
     """As the chess command makes it."""
     return make_learner(
         model, reference.requires_grad_(False), config.lr or 0, config.seed, value_head=config.use_gae,
-        baseline=Baseline(config.baseline_type, config.scale_by_std, config.ema_alpha),
+        baseline=Baseline(config.baseline_type, config.scale_by_std),
         kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
     )  # fmt: skip
 

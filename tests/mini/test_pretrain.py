@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_step_draws_the_same_documents_again_and_no_held_out_ones(data: Path) -> None:
     tokens, config = LineTokens(), PretrainConfig(data=data, batch_size=40)
-    lines = read_lines(data, 1000)
+    lines = read_lines(data)
     lines["A"].append("A: no line\n")
     held_out = take_out(lines, 8, tokens)
     assert [len(held_out[kind]) for kind in ("P", "A")] == [8, 8]
@@ -96,9 +96,9 @@ def test_its_model_is_for_init(data: Path, tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        read_lines(tmp_path / "none", 10)
+        read_lines(tmp_path / "none")
     with pytest.raises(UsageError, match="needs P and A lines"):
-        read_lines(data / "a.txt", 10)
+        read_lines(data / "a.txt")
 
 
 @pytest.mark.skipif(not PRETRAINED.is_dir(), reason="no weights are shipped yet")
