@@ -127,12 +127,12 @@ class PretrainOptions(ChessOptions):
 
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
-    n_layer: Annotated[int, (1, 100)] = 6
-    n_head: Annotated[int, (1, 100)] = 4
-    n_embd: Annotated[int, (1, 1e5)] = 192  # width
-    steps: Annotated[int, (0, 1e9)] = 100_000  # training steps
+    n_layer: Annotated[int, (1, 100)] = 8
+    n_head: Annotated[int, (1, 100)] = 5
+    n_embd: Annotated[int, (1, 1e5)] = 160  # width
+    steps: Annotated[int, (0, 1e9)] = 40_000  # training steps
     batch_size: Annotated[int, (1, 4096)] = 32  # documents per step
-    lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
+    lr: Annotated[float, (0, 1)] = 1e-3  # learning rate
     lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of the steps in which the rate falls to 0
     eval_steps: Annotated[int, (1, 1e7)] = 2_000  # steps between held-out losses
 

@@ -377,7 +377,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
     (["pretrain", "--data", "/nowhere"], "/nowhere cannot be read"),
-    (["pretrain", "--n-head", "5"], "--n-embd 192 cannot be shared by --n-head 5"),
+    (["pretrain", "--n-head", "6"], "--n-embd 160 cannot be shared by --n-head 6"),
     (["play", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),
 ])  # fmt: skip
