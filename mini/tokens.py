@@ -76,15 +76,17 @@ class BpeTokens:
 class LineTokens:
     """Characters of P and A lines, with a token for each empty square, each named square and a number's decimals.
 
-    Each line of a board has eight tokens and a slash, so a square always has the same place; FEN's digits come back in
-    `decode`.  Ruoss et al. (2024) spell boards like this.  Repeated blanks become single ones.
+    Each field of a position has its full width, and a history its ten moves, so a square, a clock's last digit and the
+    last move always have the same place; `decode` takes the filling out.  Ruoss et al. (2024) spell positions like
+    this.  Repeated blanks become single ones.
     """
 
-    longest = 96  # a position, its reward and flags, END
-    BOARD = re.compile(r"[1-8pnbrqkPNBRQK]+(?:/[1-8pnbrqkPNBRQK]+){7}")
-    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]|\.\d\d|.")
+    longest = 98  # a position, its reward and flags, END
+    FEN = re.compile(r"((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)")
+    HISTORY = re.compile(r"\+([^+]*)\+$")  # at the end of an A prompt
+    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]| [wb]|\.\d\d|.")
     VOCABULARY = (
-        END, *"_pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:",
+        END, *"_~pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:", " w", " b",
         *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
         *(f".{number:02}" for number in range(100)),
     )  # fmt: skip
@@ -96,15 +98,25 @@ class LineTokens:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt or an answer, without the end token."""
-        spread = self.BOARD.sub(lambda board: re.sub(r"\d", lambda digit: "_" * int(digit[0]), board[0]), text)
+
+        def widen(fen: re.Match[str]) -> str:
+            board, side, castling, passing, *clocks = fen.groups()
+            board = re.sub(r"\d", lambda digit: "_" * int(digit[0]), board)
+            passing += "~" if passing == "-" else "~~"  # a blank and a dash are two tokens, a square with its blank one
+            return f"{board} {side} {castling:~<4} {passing}" + "".join(f" {clock:~>3}" for clock in clocks)
+
+        text = " ".join(text.split())
+        if text.startswith("A:"):  # a move is two tokens
+            text = self.HISTORY.sub(lambda moves: f"+{'~' * (20 - 2 * len(moves[1].split()))}{moves[1]}+", text)
         try:
-            return [self._ids[token] for token in self.TOKEN.findall(" ".join(spread.split()))]
+            return [self._ids[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
         except KeyError as unknown:
             raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
 
     def decode(self, ids: list[int]) -> str:
-        """The tokens one after the other, with each row of empty squares as its number."""
-        return re.sub("_+", lambda gap: str(len(gap[0])), "".join(self.VOCABULARY[i] for i in ids)).strip()
+        """The tokens one after the other, without filling, and with each row of empty squares as its number."""
+        text = "".join(self.VOCABULARY[i] for i in ids).replace("~", "")
+        return re.sub("_+", lambda gap: str(len(gap[0])), text).strip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

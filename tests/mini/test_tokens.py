@@ -103,7 +103,7 @@ def test_any_tokens_have_a_text() -> None:
 # Characters of lines
 
 
-def test_characters_round_trip_and_a_board_has_a_token_for_each_square(lines: list[str]) -> None:
+def test_characters_round_trip_and_each_square_has_its_place(lines: list[str]) -> None:
     tokens = LineTokens()
     assert len(set(tokens.VOCABULARY)) == tokens.size
     for line in lines:
@@ -111,17 +111,18 @@ def test_characters_round_trip_and_a_board_has_a_token_for_each_square(lines: li
         assert example is not None
         for text in (example.prompt, " ".join(example.answer.split())):
             assert tokens.decode(tokens.encode(text)) == text
-        ids = tokens.encode(example.prompt)
-        assert [i for i, token in enumerate(ids) if tokens.VOCABULARY[token] == "/"] == [*range(9, 72, 9)]
+        spelled = [tokens.VOCABULARY[i] for i in tokens.encode(example.prompt)]
+        assert [i for i, token in enumerate(spelled) if token == "/"] == [*range(9, 72, 9)]
+        promotions = sum(token in "qrbn" for token in spelled[90:])
+        assert len(spelled) == (89 if example.task == "P" else 114 + promotions)
         assert len(tokens.encode(example.answer)) < tokens.longest
 
 
 @pytest.mark.parametrize(("text", "spelled"), [
     ("M: e2e4 a7a8q E: -0.42 B: e2e4", ["M:", " e2", "e4", " a7", "a8", "q", " E:", " ", "-", "0", ".42", " B:",
                                         " e2", "e4"]),
-    ("8/8/8/8/8/8/8/k1K5 w - e3 10 9+0.001+0+0", [
-        *"________/" * 7, *"k_K_____", " ", "w", " ", "-", " e3", " ", "1", "0", " ", "9", "+", "0", ".00", "1",
-        "+", "0", "+", "0"]),
+    ("8/8/8/8/8/8/8/k1K5 b Kq e3 10 9+0.001+0+0", [
+        *"________/" * 7, *"k_K_____", " b", *" Kq~~", " e3", *"~~ ~10 ~~9+0", ".00", *"1+0+0"]),
 ], ids=["P", "A"])  # fmt: skip
 def test_how_answers_are_spelled(text: str, spelled: list[str]) -> None:
     tokens = LineTokens()
