@@ -118,8 +118,10 @@ def write_adapter(source: Path, base: str, folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Beginning from an adapter
 
-# What an adapter's config says of its place and of its base.  All else decides how its weights are used.
-NOTES = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode"}
+# What may differ in the configs of adapters that compute the same.  Unsloth writes the layers in several ways, and the
+# names of the weights say which they are.  All else decides how weights are used.
+NOTES = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "target_modules",
+         "target_parameters"}  # fmt: skip
 
 
 def decided_options(name: str) -> dict[str, Any]:
@@ -167,15 +169,9 @@ def begin_from(model: Any, start: Path) -> None:
     From then on `disable_adapter` switches off only what the new one learns, so the older one is the untrained model,
     and gets the credit for what it could already do.
     """
-
-    def plain(value: Any) -> Any:
-        return sorted(value) if isinstance(value, list | set) else value
-
     check_adapter(start)
     stored, made = read_json(start / CONFIG), model.peft_config["default"].to_dict()
-    with naming(start / CONFIG):
-        other = [name for name in made.keys() - NOTES if plain(stored.get(name, made[name])) != plain(made[name])]
-    if other:
+    if other := [name for name in made.keys() - NOTES if stored.get(name, made[name]) != made[name]]:
         raise UsageError(f"{start} is no adapter like those made here: {', '.join(sorted(other))} differs")
     try:
         found = model.load_adapter(str(start), "default", is_trainable=True)
