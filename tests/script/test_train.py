@@ -274,7 +274,7 @@ def test_a_damaged_adapter_gets_one_line(trained: Run, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     done = run("eval", folder, "--games", "4")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: model")
+    assert done.stderr.splitlines()[-1].startswith("error: the weights of")
     assert "Traceback" not in done.stderr
 
 
