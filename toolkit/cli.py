@@ -266,15 +266,10 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     from toolkit.model import machine
     from toolkit.run import runs
 
-    if file := chosen(argv, {"config": ""}, "resume")["config"]:
-        words = words_of_file(Path(file), kind)
-        try:
-            check_names(kind, words, prog)
-        except UsageError as error:
-            raise UsageError(f"--config {file}: {error}") from None
-        argv = [*words, *argv]
+    file = chosen(argv, {"config": ""}, "resume")["config"]
+    words = words_of_file(Path(file), kind) if file else []
     given = chosen(
-        argv,
+        [*words, *argv],
         {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "", "output_dir": "outputs"},
         "resume",
     )
@@ -282,7 +277,13 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
     run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
     default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])
     own = [] if run else own_game(Path(model), kind, given["reasoning"])
-    config = parse(kind, [*own, *argv], prog, default)
+    try:
+        config = parse(kind, [*own, *words, *argv], prog, default)
+    except UsageError as error:
+        named = re.search("--[a-z][a-z-]*", str(error))
+        if named and named[0] in words and named[0] not in argv:
+            raise UsageError(f"--config {file}: {error}") from None
+        raise
     config.model = machine.resolve_model(config.model)
     if run:
         alike = config.batch_size * config.accumulation == default.batch_size * default.accumulation

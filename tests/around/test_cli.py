@@ -187,7 +187,7 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("report_to: wandb", "sets --report-to, which no file decides: name it as an option"),
         ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
-        ("steps: many", "--steps takes a whole number, like 300, not 'many'"),
+        ("steps: many", "mine.yaml: --steps takes a whole number, like 300, not 'many'"),
         ("- steps", "holds no options: write one a line, like steps: 100"),
         ("", "holds no options"),
         ("steps: [", "is neither YAML nor JSON"),
