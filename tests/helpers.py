@@ -223,7 +223,7 @@ def serving(handler: Any) -> Iterator[str]:
     from http.server import ThreadingHTTPServer  # here, because players of some tests inherit this module's imports
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{listening.server_port}"
     finally:
