@@ -32,7 +32,7 @@ def test_it_is_its_source_with_what_that_printed() -> None:
     assert pictures(made) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_runs_from_top_to_bottom(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_FLAGS", f"--output-dir {tmp_path} --model tiny --steps 2 --games 4 --ladder 4:2048 "
                                          f"{' '.join(HELD_OUT)} "

@@ -154,7 +154,7 @@ def test_the_server_without_its_library_says_what_to_install() -> None:
     assert done.stderr == "error: the library uvicorn is not installed: run ./setup.sh --with openenv\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trl_script_trains_with_the_dataset_and_its_rewards(tmp_path: Path, base: Path) -> None:
     assert export(tmp_path, "--size", "4", "--target", "64", "--boards", "1") == 0
     numbers = {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 24,
