@@ -129,7 +129,7 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
 
 def speed(args: Args, out: Path) -> dict[str, Any]:
     """Seconds of a step of 16 completions of at most 96 tokens, and peak memory, of this program and of TRL alone."""
-    numbers = {"steps": args.steps or 4, "generations": 16, "batch-size": 8, "accumulation": 2, "max-new-tokens": 96,
+    numbers = {"steps": args.steps or 4, "generations": 16, "batch-size": 16, "accumulation": 1, "max-new-tokens": 96,
                "games": 1, "best-of": 0, "held-out": "2:8", "race-games": 1, "report-to": "none"}  # fmt: skip
     table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
     for way in ("ours", "trl"):
