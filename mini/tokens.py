@@ -65,8 +65,10 @@ class BpeTokens:
     def decode(self, ids: list[int]) -> str:
         """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
         runs = groupby(ids, key=lambda i: i < self.size)
-        return "".join(self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}"
-                       * len([*run]) for known, run in runs)  # fmt: skip
+        return "".join(
+            self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}" * len([*run])
+            for known, run in runs
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
