@@ -248,7 +248,7 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         rows = program.training_set(config, ladder)
         trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
         games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
-        progress = watch.Progress(trainer, rollouts, games, scratch, Console(quiet=True))
+        progress = watch.Progress(trainer, rollouts, games, scratch, Console(stderr=True))  # tells steps as they end
         with forced(model, texts), counting(model) as passes:
             progress.train()
         steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -254,6 +254,10 @@ class Rows:
         flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad, device)
         ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
         return Rows(ids, torch.cat((prompt_mask, flipped_mask.flip(1)), 1), prompt_ids.shape[1])
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows on a device."""
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
 
     @property
     def answer_ids(self) -> Tensor:

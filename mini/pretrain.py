@@ -10,6 +10,7 @@ drawn, so millions of lines need no time at the start.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from mini.chess_lines import (
     KINDS,
@@ -108,10 +110,25 @@ def held_out_loss(model: GPT, task: ChessTask) -> dict[str, float]:
     return figures
 
 
+class Steps(Dataset[Rows]):
+    """The rows of each step, for a DataLoader: its workers read lines while a GPU computes."""
+
+    def __init__(self, rows: Callable[[int], Rows]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, step: int) -> Rows:
+        return self.rows(step)
+
+
 def pretraining(
-    learner: Learner, draw: Callable[[int], Rows], task: ChessTask, config: PretrainConfig
+    learner: Learner, steps: Steps, task: ChessTask, config: PretrainConfig
 ) -> Iterator[dict[str, float]]:
     """Supervised steps; every --eval-steps and at the end also the held-out loss."""
+    device = learner.model.device
+    workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - 2)
+    coming = iter(DataLoader(steps, batch_size=None, sampler=range(learner.step, config.steps), num_workers=workers,
+                             prefetch_factor=4 if workers else None))  # fmt: skip
+    draw: Callable[[int], Rows] = lambda step: next(coming).to(device)  # noqa: E731
     for figures in likelihood_steps(learner, draw, config.steps, decay=config.lr_decay, warmup=WARM_UP):
         last = learner.step == config.steps
         yield figures | (held_out_loss(learner.model, task) if last or learner.step % config.eval_steps == 0 else {})
@@ -126,6 +143,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     task, usual = (ChessTask(tokens, config, Corpus({}, held)) for held in (corpus, usual_held_out(config.held_out)))
     draw = documents(lines, prompts_of(corpus) | prompts_of(usual.corpus.held_out), tokens, config)
     torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size))
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
@@ -144,7 +162,8 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
         said = f"step {learner.step}/{config.steps}  loss {figures['loss']:.4f}{shown}"
         return f"{said}  {learner.tokens / learner.seconds:.0f} tokens a processor second"
 
-    run.follow(learner, pretraining(learner, lambda step: task.rows(draw(step), model.device), task, config), line)
+    cpu = torch.device("cpu")
+    run.follow(learner, pretraining(learner, Steps(lambda step: task.rows(draw(step), cpu)), task, config), line)
     save_model(model, tokens, run.folder / "model", torch.float16)
     model = load_model(run.folder / "model").to(model.device)  # what is reported is what was written
     reports = {}
