@@ -120,9 +120,7 @@ class Steps(Dataset[Rows]):
         return self.rows(step)
 
 
-def pretraining(
-    learner: Learner, steps: Steps, task: ChessTask, config: PretrainConfig
-) -> Iterator[dict[str, float]]:
+def pretraining(learner: Learner, steps: Steps, task: ChessTask, config: PretrainConfig) -> Iterator[dict[str, float]]:
     """Supervised steps; every --eval-steps and at the end also the held-out loss."""
     device = learner.model.device
     workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - 2)
