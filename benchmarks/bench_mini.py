@@ -3,7 +3,7 @@
 
     python benchmarks/bench_mini.py                         speed, about two minutes
     python benchmarks/bench_mini.py --parts curves          the default job with three seeds, one after the other
-    python benchmarks/bench_mini.py --parts variants        one option changed at a time, from one warm start
+    python benchmarks/bench_mini.py --parts variants        one option changed at a time
     python benchmarks/bench_mini.py --parts large           a step of GPT-2's 124 M shape, 8 prompts x 8 completions
 
 speed: tokens per second against transformers' generate with the same weights, prompts and options; seconds per step
@@ -41,12 +41,12 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
-from mini.chess_lines import ChessTask, embedded_model, warm_start  # noqa: E402
-from mini.config import SMALL_LR, ChessConfig, EvalConfig  # noqa: E402
+from mini.chess_lines import ChessTask, prepare  # noqa: E402
+from mini.config import ChessConfig, EvalConfig  # noqa: E402
 from mini.grpo import make_learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
 from mini.runs import save_model  # noqa: E402
-from mini.tokens import ChessTokens  # noqa: E402
+from mini.tokens import LineTokens  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # options that differ from the defaults
     "default": (),
@@ -144,11 +144,8 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """Both comparisons, with the embedded model after its warm start, as speed depends on the length of answers."""
-    config = EvalConfig()
-    torch.manual_seed(0)
-    model, task = embedded_model(), ChessTask(ChessTokens(), config)
-    warm_start(model, task, config)
+    """Both comparisons, with the shipped model, as speed depends on the length of answers."""
+    model, task, _ = prepare(EvalConfig())
     rates, steps = measure_generation(args, task, model), measure_steps(args, task, model)
     shape = f"{args.prompts} prompts x {args.completions} completions, {torch.get_num_threads()} threads"
     shown = Table("", "median", "lowest", "highest", title=shape)
@@ -180,7 +177,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
             return random.Random(item.prompt).choices(range(1000), k=48 if item.task == "P" else 88)
 
     torch.manual_seed(0)
-    task = Documents(ChessTokens(), EvalConfig(a_lines=100))
+    task = Documents(LineTokens(), EvalConfig(a_lines=100))
     task.end = 50256
     task.tokens.decode = lambda ids: ""  # type: ignore[method-assign]
     config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions)
@@ -292,10 +289,8 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
 
 
 def variants(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
-    """Each variant from the warm start of the first seed's default job, which is made if it is missing."""
-    first = args.output_dir / f"default-{args.seeds[0]}"
-    run_job(first, ("--seed", args.seeds[0]), os.cpu_count() or 1)
-    start = ("--init", first / "start", "--lr", SMALL_LR, "--warm-steps", 0, "--no-control", "--seed", args.seeds[0])
+    """Each variant with the first seed."""
+    start = ("--no-control", "--seed", args.seeds[0])
 
     def run(name: str) -> dict[str, Any]:
         return run_job(args.output_dir / name.strip("-").replace(" ", "-"), (*start, *VARIANTS[name]), 1)

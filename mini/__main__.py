@@ -82,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
     try:
         return commands[type(config)](config)
     except Diverged as what:
-        raise UsageError(f"a {what} is not finite: lower --warm-lr, or take another --init") from None
+        raise UsageError(f"a {what} is not finite: lower --warm-lr or --control-lr, or take another --init") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

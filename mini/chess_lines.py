@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import random
 import re
 import time
@@ -20,19 +19,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import chess
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mini import config as defaults
 from mini.config import ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, make_learner, supervised, train
-from mini.model import GPT, Attention, Block, GptConfig, Rows, Sampling, generate
+from mini.model import GPT, Rows, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
-from mini.tokens import HISTORY, VOCABULARY, ChessTokens, Tokens
+from mini.tokens import Tokens
 from toolkit import UsageError
 
 Kind = Literal["P", "A"]
@@ -40,6 +38,7 @@ KINDS: tuple[Kind, ...] = ("P", "A")
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
 PRETRAINED = Path(__file__).with_name("weights")  # the model that `pretrain` made, the default start
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
+HISTORY, CANDIDATES = 10, 5  # at most this many moves in an A line, with its own, and in a P line
 OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 
 
@@ -305,11 +304,11 @@ def mirrored(example: Example) -> Example:
     return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", flipped(example.answer))
 
 
-def best_first(example: Example, count: int = 5) -> Example:
+def best_first(example: Example, count: int = CANDIDATES) -> Example:
     """The same P line with its best moves alone, at most `count`, the best first, and evals in whole pawns.
 
     The judge ignores the order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
-    hundredths of a pawn are noise: a model spends its warm start on both.  Lists of all lengths let rewards choose.
+    hundredths of a pawn are noise: a model spends its training on both.  Lists of all lengths let rewards choose.
     """
     moves, evals, (best,) = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
     pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))[:count]
@@ -425,10 +424,10 @@ class ChessTask:
         return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
                                  self.end, device)  # fmt: skip
 
-    def right_answers(self, name: str, config: ModelOptions, device: torch.device) -> Callable[[int], Rows]:
-        """Rows of a supervised step, by step: the same for the same name and --seed."""
-        rng = random.Random(f"{name} {config.seed}")
-        return lambda step: self.rows(self.draw(rng, config.warm_batch), device)
+    def right_answers(self, config: ChessConfig, device: torch.device) -> Callable[[int], Rows]:
+        """Rows of a supervised step, as many documents as GRPO has prompts."""
+        rng = random.Random(f"control {config.seed}")
+        return lambda step: self.rows(self.draw(rng, config.batch_size), device)
 
     def judge(self, item: Example, answer: str) -> Verdict:
         """Judge an answer against the right one."""
@@ -538,110 +537,20 @@ def tables(columns: dict[str, Report]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The embedded model
-
-EMBEDDED = GptConfig(n_layer=4, n_head=4, n_embd=128, n_positions=256, vocab_size=ChessTokens().size)
-BOARD_AT, ANSWER_AT, MOVES_AT = 2, 97, slice(73, 97)  # positions of an A prompt's FEN, of its answer's, of its moves
-SIDE, MOVE_NUMBER = BOARD_AT + 64, slice(BOARD_AT + 69, BOARD_AT + 71)  # of the FEN's side, and of its move number
-POSITION = 71  # tokens of a FEN
-WHAT = 32  # of the width's numbers, so many say what stands somewhere, and the others where
-
-
-def orthonormal(count: int, width: int) -> Tensor:
-    """Random directions at right angles: (count, width)."""
-    directions: Tensor = torch.linalg.qr(torch.randn(width, count))[0].t()
-    return directions
-
-
-def look(block: Block, head: int, row: int, key: Tensor, query: Tensor | float, offset: float = 0.0) -> None:
-    """Let a head look at tokens with much of `key`, (query x + offset) (key y) more from x at y.  Takes a free row."""
-    attention = cast(Attention, block.attn)
-    i, root = head * (len(key) // attention.heads) + row, math.sqrt(len(key) // attention.heads)
-    attention.c_attn.weight[i], attention.c_attn.bias[i] = root * query, root * offset
-    attention.c_attn.weight[len(key) + i] = key
-
-
-@torch.no_grad()
-def embedded_model() -> GPT:
-    """A GPT-2 whose start values say where to look; what to make of it is left to training.
-
-    An answer's square starts with the position embedding of the prompt's same square, and so do the tokens that name
-    this square in a move.  The first layer compares places and copies what it finds there: two heads prefer the board,
-    two the moves, and one is sent from the move number to the side to move, because Black's moves are counted.  In the
-    second layer two heads look at the ends of a move, and one looks from where it ends to where it begins.
-    """
-    model = GPT(EMBEDDED)
-    model.start_by_copying(1.0, 1.0)
-    C, D, wpe, wte = EMBEDDED.n_embd, EMBEDDED.n_embd // EMBEDDED.n_head, model.wpe.weight, model.wte.weight
-    sorts = orthonormal(2, C - WHAT)  # added to all places on the board, and to all moves
-    ends = dict(zip(("from", "to"), free := orthonormal(2, WHAT), strict=True))
-    wpe *= 5  # places decide what is looked at
-    wpe[:, :WHAT] = 0
-    wpe[MOVES_AT] *= 0.2
-    squares = wpe[BOARD_AT : BOARD_AT + 64, WHAT:].clone()  # in the order of a FEN
-    side, number = wpe[SIDE].clone(), wpe[MOVE_NUMBER].mean(0)
-    wpe[ANSWER_AT : ANSWER_AT + POSITION] = wpe[BOARD_AT : BOARD_AT + POSITION]
-    wpe[BOARD_AT : BOARD_AT + POSITION, WHAT:] += sorts[0]
-    wte[:, :WHAT] -= wte[:, :WHAT] @ free.t() @ free  # only an end of a move has its direction
-    for i, (kind, text) in enumerate(VOCABULARY):
-        if kind in ends:
-            wte[i, :WHAT] += 1.1 * ends[kind]
-            wte[i, WHAT:] += squares[chess.parse_square(text.strip()[:2]) ^ 56] + sorts[1]
-            continue
-        wte[i] *= 5
-        if kind in ("square", "side", "castling", "en passant", "mod 14", "mod 15"):
-            wte[i, :WHAT] *= 2
-            wte[i, WHAT:] *= 0.2
-    wte[VOCABULARY.index(("mark", "M:"))] = 1.4 * number  # so a P answer begins by looking at the side to move
-
-    def what(direction: Tensor) -> Tensor:
-        return F.pad(direction, (0, C - WHAT))
-
-    for head in range(EMBEDDED.n_head):
-        rows = slice(head * D, (head + 1) * D)
-        places = orthonormal(D, C - WHAT)
-        places -= places @ sorts.t() @ sorts
-        for part in model.get_parameter("h.0.attn.c_attn.weight").split(C)[:2]:
-            part[rows] = F.pad(4 * places, (WHAT, 0))
-        look(model.h[0], head, 0, F.pad(sorts[head // 2], (WHAT, 0)), 0, 4)
-    on_board = F.pad(0.3 * sorts[0], (WHAT, 0))  # an answer's side has the same place
-    look(model.h[0], 1, 1, F.normalize(side, dim=0) + on_board, 4 * F.normalize(number, dim=0))
-    look(model.h[1], 0, 0, what(ends["from"]), 0, 3)
-    look(model.h[1], 1, 0, what(ends["to"]), 0, 3)
-    look(model.h[1], 2, 0, what(ends["from"]), 5 * what(ends["to"]), -10)  # from the square that is reached alone
-    look(model.h[1], 2, 1, what(F.normalize(wte[0, :WHAT], dim=0)), 0, 1.5)  # the others look at the first token
-    return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Commands
 
 
-def start_folder(config: ModelOptions) -> Path | None:
-    """The folder of the start's weights; None for the embedded model, if none are shipped."""
-    return config.init or (PRETRAINED if PRETRAINED.is_dir() else None)
-
-
 def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
-    """The model before its warm start, the task, and the sampling options."""
-    folder = config.init / "model" if config.init and (config.init / "model").is_dir() else start_folder(config)
-    tokens: Tokens = load_tokens(folder) if folder else ChessTokens()
-    torch.manual_seed(config.seed)
-    model = load_model(folder) if folder else embedded_model()
-    model.to(device_of(config.device))
+    """The start, the task, and the sampling options."""
+    folder = config.init or PRETRAINED
+    folder = folder / "model" if (folder / "model").is_dir() else folder
+    tokens = load_tokens(folder)
+    model = load_model(folder).to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, on {model.device}")
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
     if sampling.max_new_tokens >= model.config.n_positions:
         raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
     return model, ChessTask(tokens, config), sampling
-
-
-def warm_start(model: GPT, task: ChessTask, config: ModelOptions) -> None:
-    """Supervised steps before GRPO, if any are configured."""
-    usual = 0 if start_folder(config) else defaults.EMBEDDED_WARM_STEPS
-    steps = config.warm_steps if config.warm_steps is not None else usual
-    rows = task.right_answers("warm start", config, model.device)
-    supervised(model, rows, config.warm_lr, steps, say=say)
 
 
 def step_line(number: int, steps: int, figures: Figures) -> str:
@@ -658,7 +567,7 @@ def step_line(number: int, steps: int, figures: Figures) -> str:
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
-    """Warm start, GRPO, supervised training from the same start for the same time; reports on all, and controls.
+    """GRPO, supervised training from the same start for the same time; reports on all, and controls.
 
     One control is the start's likeliest answers, because rewards also raise what is likely already.
     """
@@ -672,7 +581,6 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         load_tokens(run.folder / "start")  # refuses those of another version
         model = load_model(run.folder / "start").to(model.device)
     else:
-        warm_start(model, task, config)
         save_model(model, task.tokens, run.folder / "start")
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
@@ -694,8 +602,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
                "after": evaluate(learner.model, task, sampling)}  # fmt: skip
     if config.control:
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
-        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers("control", config, model.device)
-        supervised(control, rows, config.warm_lr, seconds=learner.seconds)
+        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers(config, model.device)
+        supervised(control, rows, config.control_lr, seconds=learner.seconds)
         reports["supervised"] = evaluate(control, task, sampling)
     say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")
@@ -708,9 +616,8 @@ def eval_command(config: EvalConfig) -> dict[str, Any]:
     began = time.perf_counter()
     model, task, sampling = prepare(config)
     blind = controls(task)
-    warm_start(model, task, config)
     result = evaluate(model, task, sampling)
-    say(tables({**blind, str(config.init or "warm start"): result}))
+    say(tables({**blind, str(config.init or "the start"): result}))
     return {**result, "controls": blind, "seconds": time.perf_counter() - began}
 
 
@@ -739,7 +646,6 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
         ids = task.prompt_ids(item)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    warm_start(model, task, config)
     generator = torch.Generator(model.device).manual_seed(config.seed)
     rows, log_probs = generate(model, [ids], config.k_samples, sampling, task.end, generator)
     for row, log_prob in zip(rows.answers(task.end)[0], log_probs.sum(1).tolist(), strict=True):

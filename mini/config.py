@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-EMBEDDED_WARM_STEPS, SMALL_LR = 400, 5e-4  # of the small model
+SMALL_LR = 5e-4  # of the small model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -62,7 +62,7 @@ class ChessOptions(CommonOptions):
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
-    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 75 chess tokens or 144 byte pairs
+    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 96 chess tokens or 144 byte pairs
     held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
@@ -70,12 +70,9 @@ class ChessOptions(CommonOptions):
 
 @dataclass(kw_only=True)
 class ModelOptions(ChessOptions):
-    """A chess model and its supervised training before or beside GRPO."""
+    """A chess model."""
 
     init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
-    warm_steps: Annotated[int | None, (0, 1e7)] = None  # supervised steps before GRPO; default: 400, none with weights
-    warm_batch: Annotated[int, (1, 4096)] = 16  # documents per supervised step
-    warm_lr: Annotated[float, (1e-9, 1)] = 3e-3  # learning rate of the supervised steps
 
 
 @dataclass(kw_only=True)
@@ -105,6 +102,7 @@ class GrpoOptions:
     value_loss_coef: Annotated[float, (0, 1e3)] = 0.1  # weight of the value head's loss, for --use-gae
     entropy_coef: Annotated[float, (0, 1e3)] = 0.0  # bonus for the entropy over all tokens, also those outside top-k
     max_grad_norm: Annotated[float, (1e-9, 1e9)] = 1.0  # gradient clipping
+    control_lr: Annotated[float, (1e-9, 1)] = 5e-4  # learning rate of the supervised control
 
 
 @dataclass(kw_only=True)

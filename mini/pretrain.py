@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mini.chess_lines import (
+    CANDIDATES,
     KINDS,
     ChessTask,
     Corpus,
@@ -38,7 +39,7 @@ from mini.config import PretrainConfig
 from mini.grpo import Learner, likelihood_steps, make_learner, score
 from mini.model import GPT, GptConfig, Rows, Sampling
 from mini.runs import Figures, Run, device_of, digest, load_model, restore, save_model, say
-from mini.tokens import CANDIDATES, LineTokens, Tokens
+from mini.tokens import LineTokens, Tokens
 from toolkit import UsageError
 
 POSITIONS = 256  # the longest A line has 220 tokens

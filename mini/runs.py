@@ -27,7 +27,7 @@ from torch import Tensor
 from mini.config import ChessConfig, PretrainConfig, TextConfig
 from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
-from mini.tokens import BpeTokens, ChessTokens, LineTokens, Tokens
+from mini.tokens import BpeTokens, LineTokens, Tokens
 from toolkit import UsageError
 from toolkit.base.files import write_whole
 from toolkit.cli import spelled
@@ -219,7 +219,6 @@ def memory(model: GPT) -> float:
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
 SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
-OWN_TOKENS: dict[str | None, type[ChessTokens | LineTokens]] = {"chess": ChessTokens, "lines": LineTokens}
 ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
            "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
 
@@ -279,7 +278,7 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = to
     config = dataclasses.asdict(model.config) | ASSUMED | {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
         "eos_token_id": tokens.end, "dtype": str(dtype).removeprefix("torch."),
-        "mini_tokens": next((name for name, kind in OWN_TOKENS.items() if isinstance(tokens, kind)), "bpe"),
+        "mini_tokens": "lines" if isinstance(tokens, LineTokens) else "bpe",
     }  # fmt: skip
     for name, content in tokens.files.items() if isinstance(tokens, BpeTokens) else ():
         write(folder / name, content)
@@ -290,8 +289,8 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = to
 
 def load_tokens(folder: Path) -> Tokens:
     """The vocabulary of the model in a folder."""
-    own = OWN_TOKENS.get(read_config(folder).get("mini_tokens"))
-    tokens: Tokens = own() if own else BpeTokens(folder)
+    own = read_config(folder).get("mini_tokens") == "lines"
+    tokens: Tokens = LineTokens() if own else BpeTokens(folder)
     size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
     if tokens.size > size or (tokens.size < size and own):  # byte pairs may be padded
         raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")

@@ -34,7 +34,6 @@ from mini.chess_lines import (
     policy_line,
     prepare,
     self_play,
-    warm_start,
 )
 from mini.config import DataConfig, PlayConfig
 from mini.model import generate
@@ -272,7 +271,6 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
     """Play, write the games, print a table."""
     began, program = time.perf_counter(), find_stockfish(config.stockfish)
     model, task, sampling = prepare(config)
-    warm_start(model, task, config)
     rng, generator = random.Random(config.seed), torch.Generator(model.device).manual_seed(config.seed)
 
     def answer(boards: Sequence[chess.Board]) -> list[chess.Move | None]:

@@ -16,6 +16,8 @@ import torch
 
 import mini.__main__
 from mini.model import GPT, GptConfig
+from mini.runs import save_model
+from mini.tokens import LineTokens
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GptConfig(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=50)
@@ -58,6 +60,13 @@ def fake_engine(folder: Path) -> Path:
     path.write_text(ENGINE.format(python=sys.executable))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
+
+
+def untrained(folder: Path) -> Path:
+    """A folder with a chess model that knows nothing."""
+    model = small_model(config=GptConfig(n_layer=2, n_head=4, n_embd=32, n_positions=256, vocab_size=LineTokens().size))
+    save_model(model, LineTokens(), folder)
+    return folder
 
 
 def small_model(seed: int = 0, spread: float = 6.0, config: GptConfig = SMALL) -> GPT:

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
-import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
-import chess
 import pytest
 import torch
-from torch import Tensor
 
 import mini.__main__
 import mini.chess_lines
 from mini.chess_lines import (
-    ANSWER_AT,
-    BOARD_AT,
-    EMBEDDED,
-    MOVES_AT,
-    SIDE,
     ChessTask,
     Example,
     Verdict,
     build_corpus,
     controls,
-    embedded_model,
     evaluate,
     judge,
     mirrored,
@@ -48,15 +37,14 @@ from mini.config import (
     SampleConfig,
     TextConfig,
 )
-from mini.model import GPT, Attention, Sampling
-from mini.tokens import ChessTokens
+from mini.model import GPT, GptConfig, Sampling
+from mini.tokens import LineTokens
 from tests.helpers import run_python
-from tests.mini.helpers import run_mini
+from tests.mini.helpers import run_mini, untrained
 from toolkit import UsageError
 
 DATA = ("--a-lines", 200, "--held-out", 4, "--max-new-tokens", 24)
-QUICK = (*DATA, "--warm-steps", 3, "--warm-batch", 4)
-# All answers are invalid after so short a warm start: only with a value head have they something to teach.
+# All answers of an untrained model are invalid: only with a value head have they something to teach.
 STEPS = 2
 RL = ("--kl-coef", 0.02, "--batch-size", 2, "--k-samples", 4, "--save-steps", 1, "--use-gae")
 Trained = tuple[Path, str, dict[str, Any]]  # folder, what was said, the JSON object
@@ -77,7 +65,13 @@ def few_lines() -> Iterator[None]:
 def task() -> ChessTask:
     """By the published grammar."""
     config = EvalConfig(a_lines=400, held_out=64, grammar="published")
-    return ChessTask(ChessTokens(), config)
+    return ChessTask(LineTokens(), config)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options of a short run from a model that knows nothing."""
+    return (*DATA, "--init", untrained(tmp_path_factory.mktemp("start")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,7 +79,7 @@ def task() -> ChessTask:
 
 
 def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on(task: ChessTask) -> None:
-    other = build_corpus(EvalConfig(a_lines=200, held_out=64, seed=9), ChessTokens())
+    other = build_corpus(EvalConfig(a_lines=200, held_out=64, seed=9), LineTokens())
     assert other.held_out == task.corpus.held_out
     assert other.train["A"][:100] != task.corpus.train["A"][:100]
     for corpus in (other, task.corpus):
@@ -134,7 +128,7 @@ def test_evaluation_judges_each_prompt_once(task: ChessTask, monkeypatch: pytest
 
     monkeypatch.setattr(ChessTask, "judge", judge_right)
     torch.manual_seed(0)
-    told = evaluate(GPT(EMBEDDED), task, Sampling(0.8, 50, 0.95, 5))
+    told = evaluate(GPT(GptConfig(1, 2, 16, 256, task.tokens.size)), task, Sampling(0.8, 50, 0.95, 5))
     assert judged == task.corpus.held_out["P"] + task.corpus.held_out["A"]
     assert told["P"] == {"reward": 1, "validity": 1, "exact_fen": None, "fen_similarity": None, "best_move": 1,
                          "legal": 1, "king": told["P"]["king"], "moves": told["P"]["moves"]}  # fmt: skip
@@ -165,73 +159,18 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
     assert strict["five fixed moves"]["moves"] == 5
 
 
-@torch.no_grad()
-def attention(model: GPT, ids: list[int], layer: int, head: int) -> Tensor:
-    """A head's attention: (T, T)."""
-    seen: list[Tensor] = []
-    block, D = model.h[layer], EMBEDDED.n_embd // EMBEDDED.n_head
-    hook = block.ln_1.register_forward_hook(lambda _, given, out: seen.append(out))
-    model(torch.tensor([ids]), torch.ones(1, len(ids)))
-    hook.remove()
-    q, k, _ = cast(Attention, block.attn).c_attn(seen[0])[0].split(EMBEDDED.n_embd, 1)
-    q, k = (part[:, head * D : (head + 1) * D] for part in (q, k))
-    scores = (q @ k.t() / math.sqrt(D)).masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), -math.inf)
-    shares: Tensor = scores.softmax(1)
-    return shares
-
-
-# What a head looks for: from which positions, at which position, given the two ends of the move.
-LOOKS: dict[str, tuple[int, int, Callable[[int, int], list[tuple[int, int]]]]] = {
-    "the same square of the board": (0, 0, lambda a, z: [(ANSWER_AT + i, BOARD_AT + i) for i in range(64)]),
-    "the move that ends here": (0, 2, lambda a, z: [(ANSWER_AT + z, MOVES_AT.start + 2)]),
-    "the side to move, from the move number": (0, 1, lambda a, z: [(ANSWER_AT + 69, SIDE), (ANSWER_AT + 70, SIDE)]),
-    "where the move begins": (1, 0, lambda a, z: [(ANSWER_AT + i, MOVES_AT.start + 1) for i in range(64)]),
-    "where it ends": (1, 1, lambda a, z: [(ANSWER_AT + i, MOVES_AT.start + 2) for i in range(64)]),
-    "the piece that comes here": (1, 2, lambda a, z: [(ANSWER_AT + z, MOVES_AT.start + 1)]),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("what", LOOKS)
-def test_the_embedded_model_begins_by_looking_where_the_answer_is(task: ChessTask, what: str) -> None:
-    layer, head, pairs = LOOKS[what]
-    models, found = list[GPT](), list[float]()
-    for seed in range(4):  # how much of its attention the last one has depends on the seed
-        torch.manual_seed(seed)
-        models.append(embedded_model())
-    assert models[0].config == EMBEDDED
-    for model, item in product(models, task.corpus.held_out["A"]):
-        prompt = task.prompt_ids(item)
-        assert len(prompt) == ANSWER_AT + 1  # the prompt's last token predicts the answer's first square
-        seen = attention(model, [*prompt, *task.answer_ids(item)], layer, head)
-        a, z = (chess.parse_square(item.prompt.split("+")[1][i : i + 2]) ^ 56 for i in (0, 2))  # in the order of a FEN
-        found += [float(seen[at, there]) for at, there in pairs(a, z)]
-    assert statistics.fmean(found) > 0.7
-
-
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_a_p_answer_begins_by_looking_at_the_side_to_move(task: ChessTask, seed: int) -> None:
-    """Without this, every third move began with the other side's piece, and rewards never found out which is which."""
-    torch.manual_seed(seed)
-    model = embedded_model()
-    for item in task.corpus.held_out["P"]:
-        prompt = task.prompt_ids(item)
-        seen = attention(model, [*prompt, *task.answer_ids(item)], 0, 1)[len(prompt)]  # from M:
-        assert seen[SIDE] > 0.9
-
-
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lines that are not well-formed are left out, and counted."""
-    corpus = build_corpus(EvalConfig(a_lines=100, held_out=8), ChessTokens())
+    corpus = build_corpus(EvalConfig(a_lines=100, held_out=8), LineTokens())
     lines = [example.prompt + example.answer for name in ("A", "P") for example in corpus.train[name]]
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join([*lines, "A: 8/8 w+e2e4+e2e4+x+0+0+0"]))
-    own = build_corpus(EvalConfig(data=path, held_out=10), ChessTokens())
+    own = build_corpus(EvalConfig(data=path, held_out=10), LineTokens())
     assert f"{path}: 1 left out, " in capsys.readouterr().out
     assert [len(own.held_out[name]) for name in ("P", "A")] == [10, 10]
     assert len(own.train["A"]) <= 90
     with pytest.raises(UsageError, match="none are left to train on"):
-        build_corpus(EvalConfig(data=path, held_out=100_000), ChessTokens())
+        build_corpus(EvalConfig(data=path, held_out=100_000), LineTokens())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,9 +178,9 @@ def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture(scope="module")
-def chess_run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def chess_run(quick: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--json")
+    done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--json")
     assert done.returncode == 0, done.stderr
     return folder, done.stderr, json.loads(done.stdout.splitlines()[-1])
 
@@ -270,13 +209,15 @@ def test_tensorboard_has_every_figure(chess_run: Trained) -> None:
     assert [event.step for event in events.Scalars("reward/P")] == list(range(1, STEPS + 1))
 
 
-def test_an_interrupted_run_goes_on_to_the_same_numbers(chess_run: Trained, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_numbers(
+    quick: tuple[object, ...], chess_run: Trained, tmp_path: Path
+) -> None:
     """One step, then --resume to two: reports and weights are those of two steps at once."""
     folder = tmp_path / "run"
-    done = run_mini("chess", *QUICK, *RL, "--steps", 1, "--no-control", "--log-dir", folder)
+    done = run_mini("chess", *quick, *RL, "--steps", 1, "--no-control", "--log-dir", folder)
     assert done.returncode == 0, done.stderr
-    assert "already" in run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder).stderr
-    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--no-control", "--resume",
+    assert "already" in run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder).stderr
+    done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--no-control", "--resume",
                     "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
@@ -285,23 +226,23 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(chess_run: Trained, tmp_
     assert ours == theirs != (folder / "start" / "model.safetensors").read_bytes()
 
 
-def test_a_resumed_run_must_be_the_same_run(chess_run: Trained, tmp_path: Path) -> None:
+def test_a_resumed_run_must_be_the_same_run(quick: tuple[object, ...], chess_run: Trained, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(chess_run[0], folder)
     wrong = ((("--kl-coef", 0.5), "had --kl-coef 0.02, not 0.5"), (("--seed", 8), "had --seed 1, not 8"))
     for more, complaint in wrong:
-        done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume", *more)
+        done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume", *more)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert complaint in done.stderr
     done = run_mini("text", "--log-dir", folder, "--resume")
     assert f"error: {folder} has a run of chess in it, not of text\n" == done.stderr
     start = folder / "start" / "config.json"
     start.write_text(start.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
-    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
+    done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert done.returncode == 2
     assert f"error: {folder / 'start'}: a vocabulary of" in done.stderr  # an older version's tokens
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
-    done = run_mini("chess", *QUICK, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
+    done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "cannot be read as a checkpoint" in done.stderr
 
@@ -319,9 +260,9 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     assert "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0\n    is right" in done.stdout
 
 
-def test_steps_without_unequal_rewards_end_the_run(tmp_path: Path) -> None:
+def test_steps_without_unequal_rewards_end_the_run(quick: tuple[object, ...], tmp_path: Path) -> None:
     """All answers are invalid and have no value head: there is nothing to learn, and the exit code says so."""
-    done = run_mini("chess", *DATA, "--warm-steps", 1, "--warm-batch", 4, "--steps", 9, "--batch-size", 2,
+    done = run_mini("chess", *quick, "--steps", 9, "--batch-size", 2,
                     "--k-samples", 4, "--patience", 2, "--track", "none", "--no-control", "--log-dir", tmp_path,
                     "--json")  # fmt: skip
     assert done.returncode == 3
@@ -350,7 +291,7 @@ def test_a_sampled_position_is_judged_strictly(chess_run: Trained) -> None:
 ], ids=str)  # fmt: skip
 def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    done = run_mini("chess", "--a-lines", 50, "--warm-steps", 0, *words, "--log-dir", tmp_path / "run")
+    done = run_mini("chess", "--a-lines", 50, *words, "--log-dir", tmp_path / "run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert not (tmp_path / "run").exists()
 
@@ -369,11 +310,9 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["eval", "--init", "/nowhere"], "/nowhere/config.json: No such file"),
     (["eval", "--data", "/nowhere"], "/nowhere: No such file"),
     (["eval", "--held-out", "100000"], "none are left to train on"),
-    (["eval", "--max-new-tokens", "1000", "--warm-steps", "0", "--a-lines", "9"], "lower --max-new-tokens"),
+    (["eval", "--max-new-tokens", "1000", "--a-lines", "9"], "lower --max-new-tokens"),
     (["sample", "--prompt", "What?"], "--prompt must be"),
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
-    (["sample", "--prompt", "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 900", "--warm-steps", "0", "--a-lines", "9"],
-     "no chess token for '90"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
     (["pretrain", "--data", "/nowhere"], "/nowhere cannot be read"),
@@ -426,12 +365,12 @@ def test_every_number_has_its_limits(kind: type) -> None:
 
 @pytest.mark.long
 def test_the_default_job_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 400 steps 60 have to do: legal moves come first, and positions do not suffer."""
+    """A part of the steps has to do: answers get better, and positions do not suffer."""
     monkeypatch.setattr(mini.chess_lines, "shipped_examples", shipped_examples)
     done = run_mini("chess", "--json", "--no-control", "--steps", 60, "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["after"]["P"]["reward"] >= told["before"]["P"]["reward"] + 0.15
+    assert told["after"]["P"]["reward"] >= told["before"]["P"]["reward"] + 0.05
     assert told["after"]["P"]["legal"] > told["before"]["P"]["legal"]
     assert told["after"]["A"]["reward"] >= told["before"]["A"]["reward"] - 0.05
-    assert told["after"]["validity"] > told["before"]["validity"]
+    assert told["after"]["validity"] >= told["before"]["validity"]

@@ -12,11 +12,8 @@ import chess
 import chess.pgn
 import pytest
 
-from mini.model import GptConfig
-from mini.runs import save_model
 from mini.stockfish import NO_MOVE, Engine, Match, answered_move, pgn, play_matches, scores
-from mini.tokens import LineTokens
-from tests.mini.helpers import fake_engine, run_mini, small_model
+from tests.mini.helpers import fake_engine, run_mini, untrained
 
 FOOLS_MATE = ("f2f3", "e7e5", "g2g4", "d8h4")
 
@@ -76,9 +73,7 @@ def test_an_engine_says_its_move(tmp_path: Path) -> None:
 
 def test_play_writes_games_and_a_table(tmp_path: Path) -> None:
     """A model that knows nothing loses each game with its first move."""
-    model = small_model(config=GptConfig(1, 2, 16, 256, LineTokens().size))
-    save_model(model, LineTokens(), tmp_path)
-    done = run_mini("play", "--init", tmp_path, "--games", 2, "--stockfish", fake_engine(tmp_path), "--out",
+    done = run_mini("play", "--init", untrained(tmp_path), "--games", 2, "--stockfish", fake_engine(tmp_path), "--out",
                     tmp_path / "games.pgn", "--max-new-tokens", 4, "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])

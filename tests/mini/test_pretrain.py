@@ -101,7 +101,6 @@ def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> Non
         read_lines(data / "a.txt")
 
 
-@pytest.mark.skipif(not PRETRAINED.is_dir(), reason="no weights are shipped yet")
 def test_the_shipped_weights_are_the_recorded_ones_and_know_chess() -> None:
     assert digest(PRETRAINED) == DIGEST
     assert sum(path.stat().st_size for path in PRETRAINED.iterdir()) < 6e6

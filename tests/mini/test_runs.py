@@ -22,7 +22,7 @@ from mini.config import TextConfig
 from mini.grpo import Learner, make_learner
 from mini.model import Diverged
 from mini.runs import Curves, Run, load_model, load_tokens, read_state, save_model, write
-from mini.tokens import ChessTokens
+from mini.tokens import LineTokens
 from tests.mini.helpers import ROOT, run_mini, small_model
 from toolkit import UsageError
 
@@ -72,7 +72,7 @@ def test_what_is_saved_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     model = small_model()
-    save_model(model, ChessTokens(), tmp_path)
+    save_model(model, LineTokens(), tmp_path)
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         ours = model.logits(model(IDS, torch.ones_like(IDS)))
@@ -83,14 +83,14 @@ def test_what_is_saved_loads_in_transformers(tmp_path: Path) -> None:
 
 def test_folder_says_which_vocabulary_is_its_own(tmp_path: Path) -> None:
     """Chess tokens that were others, as in an older version's run, are refused."""
-    save_model(small_model(), ChessTokens(), tmp_path)
-    size, config = ChessTokens().size, json.loads((tmp_path / "config.json").read_text())
+    save_model(small_model(), LineTokens(), tmp_path)
+    size, config = LineTokens().size, json.loads((tmp_path / "config.json").read_text())
     for other in (50, size + 1):
         (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": other}))
         with pytest.raises(UsageError, match=f"a vocabulary of {size} tokens, but a model of {other}"):
             load_tokens(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
-    assert isinstance(load_tokens(tmp_path), ChessTokens)
+    assert isinstance(load_tokens(tmp_path), LineTokens)
 
 
 @pytest.mark.parametrize(

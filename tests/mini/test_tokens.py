@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,95 +12,14 @@ import pytest
 from mini.chess_lines import SHIPPED, parse_line, self_play
 from mini.model import GPT, GptConfig
 from mini.runs import load_tokens, save_model
-from mini.tokens import END, VOCABULARY, BpeTokens, ChessTokens, LineTokens
+from mini.tokens import END, BpeTokens, LineTokens
 from toolkit import UsageError
-
-START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
     """Of both tasks."""
     return [*islice(self_play(random.Random(0)), 1000), *SHIPPED.read_text().splitlines()]
-
-
-def test_no_token_stands_in_the_vocabulary_twice() -> None:
-    assert len(set(VOCABULARY)) == len(VOCABULARY)
-
-
-def test_chess_tokens_round_trip(lines: list[str]) -> None:
-    tokens = ChessTokens()
-    for line in lines:
-        example = parse_line(line)
-        assert example is not None
-        for text in (example.prompt, " ".join(example.answer.split())):
-            assert tokens.decode(tokens.encode(text)) == text
-
-
-def test_a_square_always_has_the_same_place(lines: list[str]) -> None:
-    """Prompts of a kind have the same length, and so have positions; a P answer is as long as its list of moves."""
-    tokens, lengths = ChessTokens(), set[tuple[str, int, int]]()
-    for line in lines:
-        example = parse_line(line)
-        assert example is not None
-        lengths.add((example.task, len(tokens.encode(example.prompt)), len(tokens.encode(example.answer))))
-    assert sorted(task for task, _, _ in lengths) == ["A", "P"]
-    assert tokens.longest == 1 + max(length for _, _, length in lengths)
-    assert [VOCABULARY[i][1] for i in tokens.encode(f"P: {START}")[1:9]] == list("RNBQKBNR".lower())
-    assert [len(tokens.encode(f"M: {'e2e4 ' * n}E: {'0.10 ' * n}B: e2e4")) for n in (1, 5)] == [8, 24]
-
-
-@pytest.mark.parametrize("text", [
-    "", "x", f"P: {START}+", f"P: {START.replace('0 1', '0 210')}", "P: 8/8/8/8/8/8/8/9 w - - 0 1",
-    f"A: {START}+e2e4+e2e4", f"A: {START}+e2e4+{'e2e4 ' * 10}e2e4+", "M: e2e4 E: 0.1 B: e2e4",
-    "M: e2e4 E: 100.00 B: e2e4", f"{START}+0.002+0+0", f"A: {START}+e2e4 e2e4+e2e4+", "M: e2e8k E: 0.10 B: e2e4",
-    "M: e2e4 E: 0.10 B: d2d4", f"A: {START}++e2e4+", "M: a2a3 b2b3 c2c3 d2d3 e2e3 f2f3 E: B: f2f3",
-])  # fmt: skip
-def test_what_the_chess_tokens_cannot_say(text: str) -> None:
-    with pytest.raises(ValueError, match=r"\S"):
-        ChessTokens().encode(text)
-
-
-def test_one_more_on_a_clock_is_one_more_in_each_of_its_tokens() -> None:
-    """In decimal digits nine became ten too rarely to be learnt: after 29 came 29 again."""
-    tokens, clocks = ChessTokens(), list[tuple[int, ...]]()
-    for clock in range(210):
-        prompt = f"P: {START[:-3]}{clock} {clock}"
-        ids = tokens.encode(prompt)
-        assert tokens.decode(ids) == prompt
-        clocks.append(tuple(int(VOCABULARY[i][1].split()[0]) for i in ids[-2:]))
-    assert all(((a + 1) % 14, (b + 1) % 15) == after for (a, b), after in pairwise(clocks))
-    assert "mod" in tokens.decode(ids[:-1])  # half a clock is none
-
-
-def test_a_move_is_the_square_it_leaves_and_the_one_it_goes_to() -> None:
-    """A promotion belongs to the second; without one of the two there is no move."""
-    tokens = ChessTokens()
-    ids = tokens.encode("M: e2e4 a7a8q E: 0.10 0.20 B: e2e4")
-    assert [VOCABULARY[i] for i in ids[1:5]] == [("from", " e2"), ("to", "e4"), ("from", " a7"), ("to", "a8q")]
-    assert VOCABULARY[ids[5]] == ("mark", " E:")
-    del ids[1]
-    assert tokens.decode(ids) == "M:e4 a7a8q E: 0.10 0.20 B: a7a8q"
-
-
-def test_the_best_move_is_its_number_in_the_list() -> None:
-    """And no move at all where the list is shorter."""
-    tokens = ChessTokens()
-    ids = tokens.encode("M: e2e4 d2d4 E: 0.10 0.20 B: d2d4")
-    assert VOCABULARY[ids[-1]] == ("number", "2")
-    ids[-1] += 1
-    assert tokens.decode(ids) == "M: e2e4 d2d4 E: 0.10 0.20 B:"
-
-
-def test_any_tokens_have_a_text() -> None:
-    """What an untrained model says must reach the judge, not a traceback."""
-    rng, tokens = random.Random(0), ChessTokens()
-    texts = [tokens.decode(rng.choices(range(tokens.size), k=rng.randrange(80))) for _ in range(500)]
-    assert len(set(texts)) > 450
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Characters of lines
 
 
 def test_characters_round_trip_and_each_square_has_its_place(lines: list[str]) -> None:
@@ -132,6 +51,13 @@ def test_how_answers_are_spelled(text: str, spelled: list[str]) -> None:
 def test_a_character_that_chess_lines_do_not_have() -> None:
     with pytest.raises(ValueError, match="no chess token for 'x'"):
         LineTokens().encode("M: e2xe4")
+
+
+def test_any_tokens_have_a_text() -> None:
+    """What an untrained model says must reach the judge, not a traceback."""
+    rng, tokens = random.Random(0), LineTokens()
+    texts = [tokens.decode(rng.choices(range(tokens.size), k=rng.randrange(80))) for _ in range(500)]
+    assert len(set(texts)) > 450
 
 
 # ---------------------------------------------------------------------------------------------------------------------
