@@ -271,7 +271,8 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     told = [run_job(folder, ("--seed", seed), os.cpu_count() or 1)
             for folder, seed in zip(folders, args.seeds, strict=True)]  # fmt: skip
     columns = {name: [one["controls"][name] for one in told] for name in told[0]["controls"]}
-    columns |= {name: [one[name] for one in told] for name in ("before", "before, likeliest", "after", "supervised")}
+    moments = ("before", "before, likeliest", "after", "supervised", "rejection")
+    columns |= {name: [one[name] for one in told] for name in moments}
     console.print(markdown(columns), markup=False)
     for name in ("seconds", "rl_seconds", "steps"):
         console.print(name, ", ".join(f"{one[name]:.0f}" for one in told))

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mini import config as defaults
-from mini.config import ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
-from mini.grpo import Baseline, KlController, make_learner, supervised, train
+from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
+from mini.grpo import Baseline, KlController, Learner, make_learner, supervised, train
 from mini.model import GPT, Rows, Sampling, generate
 from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
 from mini.tokens import Tokens
@@ -38,7 +38,7 @@ KINDS: tuple[Kind, ...] = ("P", "A")
 SHIPPED = Path(__file__).with_name("positions.txt")  # P lines from stockfish 15.1, depth 8
 PRETRAINED = Path(__file__).with_name("weights")  # the model that `pretrain` made, the default start
 ONGOING, MATE, DRAW, ILLEGAL = "0.001", "1.0", "0.5", "-1.0"  # rewards of an A line
-HISTORY, CANDIDATES = 10, 5  # at most this many moves in an A line, with its own, and in a P line
+HISTORY = 10  # at most this many moves in an A line, with its own
 OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 
 
@@ -304,14 +304,14 @@ def mirrored(example: Example) -> Example:
     return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", flipped(example.answer))
 
 
-def best_first(example: Example, count: int = CANDIDATES) -> Example:
-    """The same P line with its best moves alone, at most `count`, the best first, and evals in whole pawns.
+def best_first(example: Example) -> Example:
+    """The same P line with its best moves first, and evals in whole pawns.
 
-    The judge ignores the order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
-    hundredths of a pawn are noise: a model spends its training on both.  Lists of all lengths let rewards choose.
+    The judge takes any order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
+    hundredths of a pawn are noise: a model spends its training on both.
     """
     moves, evals, (best,) = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
-    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))[:count]
+    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))
     pawns = " ".join(f"{max(-99, min(99, round(float(value))))}.00" for _, value in pairs)
     return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} E: {pawns} B: {best}")
 
@@ -378,8 +378,7 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
             raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
         held_out = usual_held_out(config.held_out)
         played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
-        length = random.Random("lengths")
-        train = {"P": [best_first(e, length.randint(1, 5)) for line in policy for e in (line, mirrored(line))],
+        train = {"P": [best_first(e) for line in policy for e in (line, mirrored(line))],
                  "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
     forbidden = prompts_of(held_out)
     train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in KINDS}
@@ -567,9 +566,9 @@ def step_line(number: int, steps: int, figures: Figures) -> str:
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
-    """GRPO, supervised training from the same start for the same time; reports on all, and controls.
+    """GRPO from a start; from the same start likelihood for as long, and rejection sampling for as many steps.
 
-    One control is the start's likeliest answers, because rewards also raise what is likely already.
+    Reports on all, and on controls.  One is the start's likeliest answers: rewards also raise what is likely already.
     """
     began = time.perf_counter()
     run = Run(config)
@@ -586,11 +585,15 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
-    learner = make_learner(
-        copy.deepcopy(model), model.requires_grad_(False), lr, config.seed, value_head=config.use_gae,
-        baseline=Baseline(config.baseline_type, config.scale_by_std),
-        kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
-    )  # fmt: skip
+
+    def beginner(baseline: BaselineType) -> Learner:
+        return make_learner(
+            copy.deepcopy(model).requires_grad_(True), model.requires_grad_(False), lr, config.seed,
+            value_head=config.use_gae and baseline != "best", baseline=Baseline(baseline, config.scale_by_std),
+            kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
+        )  # fmt: skip
+
+    learner = beginner(config.baseline_type)
     if checkpoint:
         restore(learner.restore, checkpoint, run.saved)
     lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
@@ -605,6 +608,11 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers(config, model.device)
         supervised(control, rows, config.control_lr, seconds=learner.seconds)
         reports["supervised"] = evaluate(control, task, sampling)
+        say(f"rejection sampling from the same start: the likelihood of each group's best, {learner.step} steps")
+        rejecting = beginner("best")
+        for _ in train(rejecting, task, dataclasses.replace(config, steps=learner.step), sampling):
+            pass
+        reports["rejection"] = evaluate(rejecting.model, task, sampling)
     say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")
     return {**reports, "controls": blind, "collapsed": flat, "steps": learner.step, "rl_seconds": learner.seconds,

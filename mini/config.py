@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from toolkit import UsageError
 
-BaselineType = Literal["group_mean", "ema", "adaptive", "rloo"]
+BaselineType = Literal["group_mean", "ema", "adaptive", "rloo", "best"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
 SMALL_LR = 5e-4  # of the small model
@@ -48,7 +48,7 @@ class RunOptions:
 class RewardOptions(RunOptions):
     """A run that learns from rewards."""
 
-    control: bool = True  # afterwards, train the start model supervised for the same time: what RL has to beat
+    control: bool = True  # afterwards, train the start in the ways that RL has to beat
     patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
 
 
@@ -125,6 +125,7 @@ class PretrainOptions(ChessOptions):
 
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
+    init: Path | None = None  # go on from this folder's model, instead of from GPT-2's own start values
     n_layer: Annotated[int, (1, 100)] = 8
     n_head: Annotated[int, (1, 100)] = 5
     n_embd: Annotated[int, (1, 1e5)] = 160  # width

@@ -104,6 +104,8 @@ class Baseline:
         elif self.kind == "adaptive":
             median = rewards.quantile(0.5, 1, keepdim=True)  # for even K, the mean of the middle two
             advantages = rewards - torch.where(std > 0.1, median, mean)  # (11)
+        elif self.kind == "best":  # rejection sampling
+            advantages = (rewards == rewards.amax(1, keepdim=True)).float()
         else:
             others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
             advantages = rewards - others  # (12)

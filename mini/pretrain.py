@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mini.chess_lines import (
-    CANDIDATES,
     KINDS,
     ChessTask,
     Corpus,
@@ -91,7 +90,7 @@ def documents(
             except ValueError:  # another one is drawn
                 continue
             if kind == "P":
-                example = best_first(mirrored(example) if rng.random() < 0.5 else example, rng.randint(1, CANDIDATES))
+                example = best_first(mirrored(example) if rng.random() < 0.5 else example)
             if example.prompt not in held_out:
                 items.append(example)
         return items
@@ -143,7 +142,8 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     draw = documents(lines, prompts_of(corpus) | prompts_of(usual.corpus.held_out), tokens, config)
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
-    model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size))
+    shape = GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size)
+    model = load_model(config.init) if config.init else GPT(shape)
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
     learner = make_learner(model, model, config.lr, config.seed)

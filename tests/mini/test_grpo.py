@@ -116,6 +116,7 @@ def test_exact_kl_and_entropy() -> None:
     ("group_mean", [[-0.3, -0.3, 0.1, 0.5], [-0.225, -0.225, -0.225, 0.675]]),
     ("rloo", [[-0.4, -0.4, 0.4 / 3, 2 / 3], [-0.3, -0.3, -0.3, 0.9]]),  # 4 / 3 of the above
     ("adaptive", [[-0.2, -0.2, 0.2, 0.6], [0.0, 0.0, 0.0, 0.9]]),  # medians 0.4 and -0.3
+    ("best", [[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]),
     ("ema", [[-0.0125, -0.0125, 0.3875, 0.7875], [-0.5125, -0.5125, -0.5125, 0.3875]]),  # mean of all 0.2125
 ])  # fmt: skip
 def test_baselines(kind: BaselineType, expected: list[list[float]]) -> None:
