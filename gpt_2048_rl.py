@@ -29,9 +29,7 @@ import ast
 import atexit
 import builtins
 import contextlib
-import ctypes
 import dataclasses
-import errno
 import gc
 import hashlib
 import io
@@ -47,10 +45,9 @@ import socket
 import statistics
 import struct
 import sys
-import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle, islice, product
@@ -59,9 +56,25 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
+if sys.flags.safe_path:  # a worker: this folder comes last, because its files may have the names of the library's
+    sys.path.append(str(Path(__file__).resolve().parent))
+try:
+    from toolkit import UsageError, visible
+    from toolkit.referee.extract import extract_function, visible_program
+    from toolkit.referee.jail import Jail, NotJailed, die_with, limit_resources
+    from toolkit.referee.names import globals_of, parse
+except ModuleNotFoundError as error:
+    if error.name != "toolkit":
+        raise
+    print("error: the folder toolkit/ has to be beside this file: clone the whole repository", file=sys.stderr)
+    sys.exit(2)
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+
+    from toolkit.games.programs import BackgroundGames
+    from toolkit.model.tiny import Task
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Game
@@ -214,7 +227,9 @@ class GameBoard:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompt and extraction
+# Prompt and answers
+#
+# Answers are hostile text.  toolkit/referee/ takes the program out of one, in a worker: see _read.
 
 
 @dataclass(frozen=True)
@@ -277,261 +292,6 @@ def build_prompt(
     return (WORDINGS[wording] + RULES).format(size=size, target=target, modules=modules, example=shown, **names)
 
 
-_SPELLED_OUT = re.compile(r"(analysis|commentary|final)(?=[^\W_]|[\"'`*#<])")  # a channel's name, then its text at once
-_SPELLED = re.compile(r"\s*(analysis|commentary|final)")
-_FINAL_CHANNEL = re.compile(r"<\|channel\|>final[^<]*(?:<\|constrain\|>\w+)?<\|message\|>")
-_END_MARKS = re.compile(r"<\|(?:return|end|call|start)\|>")
-_NEXT_TURN = re.compile(r"<\|(?:return|end|call)\|>\s*<\|start\|>")
-
-
-def final_channel(text: str, reasons: bool = False) -> str | None:
-    """The final channel of a harmony answer (gpt-oss), with or without special tokens; other text unchanged.  None
-    where the text ends before that begins.  Without special tokens only the first word shows an analysis.  Prose can
-    begin with that word too, so text has to follow it at once, unless the model `reasons` before it answers."""
-    if text.lstrip().startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
-        final = _FINAL_CHANNEL.search(text)
-        return _NEXT_TURN.split(text[final.end() :], maxsplit=1)[0] if final else None
-    channel = (_SPELLED if reasons else _SPELLED_OUT).match(text)  # "analysisWe need...assistantfinalHere it is"
-    if channel is None:
-        return text
-    if channel[1] == "final":
-        return text[channel.end() :]
-    _, found, answer = text.partition("assistantfinal")
-    return answer if found else None
-
-
-def parse(source: str) -> ast.Module | None:
-    """The syntax tree, or None for anything that Python does not accept."""
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-class _Scope:
-    """What a module, class, function or comprehension does with names."""
-
-    def __init__(self, node: ast.AST, parent: _Scope | None) -> None:
-        self.parent, self.is_class = parent, isinstance(node, ast.ClassDef)
-        self.is_comprehension = hasattr(node, "generators")
-        self.bound, self.read, self.declared = set[str](), set[str](), set[str]()  # declared as global
-        arguments = getattr(node, "args", None)
-        for group in ("posonlyargs", "args", "kwonlyargs") if arguments else ():
-            self.bound |= {argument.arg for argument in getattr(arguments, group)}
-        self.bound |= {getattr(arguments, star).arg for star in ("vararg", "kwarg") if getattr(arguments, star, None)}
-
-    def note(self, node: ast.AST) -> None:
-        """Take note of the names that a node reads, binds or declares by itself, and not through its parts."""
-        name = getattr(node, "rest", None) if isinstance(node, ast.MatchMapping) else getattr(node, "name", None)
-        if isinstance(node, ast.Name):
-            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
-        elif isinstance(node, ast.alias):
-            self.bound.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.Global):
-            self.declared.update(node.names)
-        elif isinstance(name, str):  # of a function, a class, an exception, a pattern or a type parameter
-            self.bound.add(name)
-
-    def is_global(self, name: str) -> bool:
-        """Whether a name that is read here is the module's or a builtin."""
-        scope = self
-        while scope.parent and name not in scope.declared:
-            if name in scope.bound and (scope is self or not scope.is_class):  # functions do not see a class's names
-                return False
-            scope = scope.parent
-        return True
-
-
-def _own_parts(node: Any) -> list[ast.AST]:
-    """The parts of a node that lie in a scope of its own; [] where it has none."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return [*node.body, *getattr(node, "type_params", ())]
-    if isinstance(node, ast.Lambda):
-        return [node.body]
-    if not (generators := getattr(node, "generators", None)):
-        return []
-    results = (getattr(node, name) for name in ("elt", "key", "value") if hasattr(node, name))
-    return [generators[0].target, *generators[0].ifs, *generators[1:], *results]
-
-
-def _globals_of(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """The names that functions and classes of a program read as globals; and the names that it reads but never binds.
-    Each scope has its own names: the parameter in `lambda eval: 0` does not bind `eval` for any other line.  symtable
-    says less from Python 3.12 on: there the names of comprehensions are those of the scope around them."""
-    module = _Scope(tree, None)
-    scopes, todo = [module], [(part, module) for part in ast.iter_child_nodes(tree)]
-    while todo:  # iterative, so long code cannot exhaust the stack
-        node, scope = todo.pop()
-        scope.note(node)
-        parts = list(ast.iter_child_nodes(node))
-        if own := _own_parts(node):
-            scopes.append(inner := _Scope(node, scope))
-            todo += [(part, inner) for part in own]
-            kept = set(map(id, own))
-            first = getattr(node, "generators", ())[:1]  # evaluated outside of the comprehension
-            parts = [first[0].iter] if first else [part for part in parts if id(part) not in kept]
-        if isinstance(node, ast.NamedExpr):  # binds a name outside of comprehensions
-            home = scope
-            while home.parent and home.is_comprehension:
-                home = home.parent
-            home.note(node.target)
-            parts = [node.value]
-        todo += [(part, scope) for part in parts]
-    reads = [(scope, {name for name in scope.read if scope.is_global(name)}) for scope in scopes]
-    bound = module.bound.union(*(scope.bound & scope.declared for scope in scopes))
-    inside = set[str]().union(*(names for scope, names in reads if scope is not module))
-    return inside, set[str]().union(*(names for _, names in reads)) - bound
-
-
-_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def _written(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that nodes assign to or delete, directly or through an attribute or item."""
-    targets = [node for node in nodes if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))]
-    while any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets):
-        targets = [t.value if isinstance(t, (ast.Attribute, ast.Subscript)) else t for t in targets]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names in some nodes, without those whose attribute is meant."""
-    nodes = list(nodes)
-    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
-
-
-class _Program:
-    """Which statements of some code are part of its program."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        definitions = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
-        self.own = {node.name for node in definitions}
-        self.needs = _globals_of(tree)[0] | self.own
-        self.examples = {"strategy", "input"}  # what uses the program or a person, and not what the program uses
-        uses = {node.name: _names(ast.walk(node)) for node in definitions}
-        while more := {name for name, used in uses.items() if used & self.examples} - self.examples:
-            self.examples |= more
-
-    def has(self, node: ast.stmt, above: bool) -> bool:
-        """Whether a statement is part of it.  Below `strategy` it has to change what the program needs: by assigning to
-        it, or by a call in which it takes part, or of an own function."""
-        if isinstance(node, _DEFINITIONS):
-            return True
-        nodes = list(ast.walk(node))
-        calls = [n for n in nodes if isinstance(n, ast.Call)]
-        called = {getattr(call.func, "id", "") for call in calls}
-        if above:
-            return not isinstance(node, ast.Expr) or (bool(calls) and "print" not in called)
-        if called & {"strategy", "print", "input"} or isinstance(node, ast.Assert):
-            return False
-        if _written(nodes) & self.needs:
-            return True
-        if (_names(nodes) & self.examples) or "__name__" in _names(nodes):
-            return False
-        parts = {n.id for call in calls for n in ast.walk(call) if isinstance(n, ast.Name)} - called
-        return bool(called & self.own or parts & self.needs - vars(builtins).keys())
-
-
-def _program(code: str, prose: bool = False) -> str | None:
-    """The part of some code that `strategy` may need, without examples of its use.  None without a `strategy`.  In
-    `prose` a line above it counts only where it assigns: other words can look like code."""
-    tree = parse(code)
-    defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "strategy"] if tree else []
-    if tree is None or not defined:
-        return None
-    lines, kept, program = code.split("\n"), set[int](), _Program(tree)
-    for node in reversed(tree.body):  # what comes later may need what comes before
-        above = node.lineno < defined[-1].lineno and (not prose or isinstance(node, (ast.Assign, ast.AnnAssign)))
-        if program.has(node, above):
-            program.needs |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            decorators = getattr(node, "decorator_list", [])
-            kept.update(range(min(n.lineno for n in (node, *decorators)), (node.end_lineno or node.lineno) + 1))
-    return "\n".join(lines[i - 1] for i in sorted(kept))
-
-
-def _unfenced_program(lines: list[str]) -> str | None:
-    """Collect code from prose: paragraphs that start in column 0 and are Python, of which _program takes its part."""
-    paragraphs: list[list[str]] = []
-    for line in lines:
-        continues = not line.strip() or line[0] in " \t)]}#" or (paragraphs and paragraphs[-1][-1].startswith("@"))
-        if continues and paragraphs:
-            paragraphs[-1].append(line)
-        else:
-            paragraphs.append([line])
-    code = []
-    for paragraph in ("\n".join(p) for p in paragraphs):
-        tree = parse(paragraph)
-        if tree is None and re.match(r"(@|def strategy\b)", paragraph):
-            return None  # truncated in the middle of a statement
-        if tree and not all(isinstance(n, ast.AnnAssign) and not n.value for n in tree.body):  # "Note: this" is prose
-            code.append(paragraph)
-    return _program("\n".join(code), prose=True)
-
-
-_FENCE_OPENS = re.compile(r"(.*?)(?<!`)`{3,}+[ \t]*+[\w+-]*+[ \t]*+$")  # prose may stand before: Sure! ```python
-_FENCE_CLOSES = re.compile(r"[ \t]*`{3,}+(?![ \t]*[\w+-]+[ \t]*$)")  # ```python opens another and closes none
-_FENCES = 16  # only the last 16 are examined, so that hostile text costs little
-
-
-def _find_program(lines: list[str]) -> str | None:
-    """The program in the lines of an answer.  The last fenced block wins; code outside of fences is accepted."""
-    opens = [i for i, line in enumerate(lines) if _FENCE_OPENS.match(line)][-_FENCES:]
-    closes = [i for i, line in enumerate(lines) if _FENCE_CLOSES.match(line)][-_FENCES:]
-    for end in reversed(closes):
-        for start in reversed([i for i in opens if i < end]):  # the nearest is wrong if the code contains a fence
-            code = "\n".join(lines[start + 1 : end])
-            if program := _program(code) or _program(textwrap.dedent(code)):
-                return program
-    outside, inside = list[str](), False
-    for line in lines:
-        opening = None if inside else _FENCE_OPENS.match(line)
-        if not inside:
-            outside.append(opening[1] if opening else line)
-        inside = bool(opening) or (inside and not _FENCE_CLOSES.match(line))
-    return _unfenced_program(outside)
-
-
-def extract_function(text: str, reasons: bool = False) -> str | None:
-    """The source of `def strategy(board)` in a completion, with its helpers and imports, or None.  Prose, examples of
-    use and truncated code are left out.  `reasons` as in final_channel."""
-    answer = final_channel(text.replace("\r\n", "\n").replace("\r", "\n"), reasons)
-    if answer is None or len(answer) > 8 * LIMITS.source_bytes:
-        return None
-    # An answer ends at harmony's end mark.  A program can contain that mark, so later ends are tried too.
-    ends = [*(mark.start() for mark in islice(_END_MARKS.finditer(answer), _FENCES)), len(answer)]
-    return next(filter(None, (_find_program(answer[:end].split("\n")) for end in ends)), None)
-
-
-# Characters that isprintable() lets pass and nobody sees: fillers, joiners, variation selectors, blank symbols.
-BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
-                   "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
-
-
-def _without_blanks(text: str) -> str:
-    """Text with invisible characters escaped."""
-    return BLANK.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def visible_program(source: str) -> str | None:
-    """The same program without characters that are invisible or control a terminal, as it is played, shown and saved.
-    None where that fails."""
-
-    def is_visible(text: str) -> bool:
-        return not BLANK.search(text) and all(letter.isprintable() or letter in "\n\t" for letter in text)
-
-    if is_visible(source):
-        return source
-    try:
-        anew = ast.unparse(parse(source) or ast.Module([], []))
-        if BLANK.search(anew):  # in strings, where they can be escaped, or in names
-            anew, meant = _without_blanks(anew), ast.dump(ast.parse(anew))
-            anew = anew if meant == ast.dump(ast.parse(anew)) else ""
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return anew if anew and is_visible(anew) else None
-
-
 _INTERPRETER_NAMES = frozenset({"eval", "exec", "compile", "open", "input", "__import__"})
 _WAYS_OUT = frozenset(f"__{name}__" for name in (  # not what type(), vars() and getattr() give too, as __class__ does
     "bases", "base", "mro", "subclasses", "globals", "builtins", "code", "closure", "import", "loader", "spec",
@@ -549,7 +309,7 @@ def find_cheating(source: str) -> str:
         for module in modules:
             if module.partition(".")[0] not in (*ALLOWED_MODULES, "__future__"):
                 return f"imports {module}"
-    names = _globals_of(tree)[1] if tree else set()
+    names = globals_of(tree)[1] if tree else set()
     if used := sorted(names & _INTERPRETER_NAMES):
         return f"uses {used[0]}"
     reached = sorted(_WAYS_OUT & (names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}))
@@ -619,107 +379,6 @@ class Verdict:
     works: str  # "load", "fail" (it parses but does not load) or "none" (no function, or it does not parse)
     cheating: str  # what it does that is not allowed, or ""
     results: tuple[GameResult, ...]  # one per seed; a completion that cheats does not play
-
-
-class NotJailed(Exception):
-    """A player could not be put into the jail; the message says why."""
-
-
-_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # SECCOMP_RET_*
-_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Only read and write on the player's own socket can wait: without futex, a lock is no way to sleep.
-SYSTEM_CALLS = {
-    "x86_64": {"read": 0, "write": 1, "mmap": 9, "munmap": 11, "brk": 12, "rt_sigreturn": 15, "mremap": 25,
-               "exit": 60, "gettimeofday": 96, "clock_gettime": 228, "exit_group": 231},
-    "aarch64": {"read": 63, "write": 64, "mmap": 222, "munmap": 215, "brk": 214, "rt_sigreturn": 139, "mremap": 216,
-                "exit": 93, "gettimeofday": 169, "clock_gettime": 113, "exit_group": 94}}  # fmt: skip
-_PROT_EXEC, _MAP_ANONYMOUS = 0x4, 0x20
-_MAP_OTHER = 0xFFFFFFFF & ~(_MAP_ANONYMOUS | 0x2 | 0x4000 | 0x20000)  # all but MAP_PRIVATE, MAP_NORESERVE, MAP_STACK
-# Call -> conditions: offset of half an argument in struct seccomp_data, mask, whether one of its bits has to be set.
-# A program may not choose addresses, because pages far apart need page tables, which no limit counts.  RLIMIT_AS does
-# not count shared memory once it is unmapped, although it still uses RAM.  A negative clock is another process's.
-CONDITIONS = {
-    "mmap": ((16, 0xFFFFFFFF, False), (20, 0xFFFFFFFF, False), (32, _PROT_EXEC, False), (40, _MAP_OTHER, False),
-             (40, _MAP_ANONYMOUS, True)),
-    "mremap": ((40, 0x2 | 0x4, False),),  # MREMAP_FIXED, MREMAP_DONTUNMAP
-    "clock_gettime": ((16, 0x80000000, False),)}  # fmt: skip
-
-
-def seccomp_filter(machine: str) -> bytes:
-    """The jail's filter as classic BPF (linux/filter.h: 8 bytes an instruction) over struct seccomp_data.  Allows
-    SYSTEM_CALLS under their CONDITIONS.  Other calls fail with EPERM; a foreign ABI kills the process."""
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    deny = -1  # stands for a jump to the last instruction
-    code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (give, 0, 0, _KILL), (load, 0, 0, 0)]
-    if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
-        code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
-    for name, number in SYSTEM_CALLS[machine].items():
-        conditions = CONDITIONS.get(name, ())
-        code.append((equal, 0, 2 * len(conditions) + 1, number))  # past this call's instructions if it is another one
-        for offset, mask, wanted in conditions:
-            code += [(load, 0, 0, offset), (any_bit, 0, deny, mask) if wanted else (any_bit, deny, 0, mask)]
-        code.append((give, 0, 0, _ALLOW))
-    code.append((give, 0, 0, _DENY))
-    return b"".join(
-        struct.pack("<HBBI", operation, *(len(code) - 2 - i if jump == deny else jump for jump in jumps), value)
-        for i, (operation, *jumps, value) in enumerate(code)
-    )
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(1, *map(ctypes.c_ulong, (signal.SIGKILL, 0, 0, 0)))  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class Jail:
-    """An irreversible jail for the calling process: another user, no capabilities, no new privileges, seccomp.  Created
-    in the zygote, where files can still be read; entered in each player.  NotJailed where it has no filter."""
-
-    def __init__(self) -> None:
-        machine = os.uname().machine
-        if machine not in _AUDIT_ARCH:
-            raise NotJailed(f"there is no seccomp filter for machine {machine}")
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._capset = self._libc.capset  # looked up here, where it costs nothing
-        code = seccomp_filter(machine)
-        self._code = ctypes.create_string_buffer(code, len(code))
-        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(self._code))  # struct sock_fprog
-        self._program = ctypes.create_string_buffer(program)
-
-    def _prctl(self, option: int, value: int, pointer: int = 0) -> None:
-        if self._libc.prctl(option, *map(ctypes.c_ulong, (value, pointer, 0, 0))):
-            raise NotJailed(f"prctl({option}): {os.strerror(ctypes.get_errno())}")
-
-    def enter(self, parent: int) -> None:
-        """Lock the calling process in, and prove it."""
-        if os.geteuid() == 0:
-            nobody = [65534] * 3
-            for give_up in (partial(os.setgroups, []), partial(os.setresgid, *nobody), partial(os.setresuid, *nobody)):
-                with contextlib.suppress(OSError):  # each by itself: a user namespace can refuse one, or have no nobody
-                    give_up()
-        if self._capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):  # linux/capability.h, version 3: none at all
-            raise NotJailed(f"capset: {os.strerror(ctypes.get_errno())}")
-        self._prctl(4, 0)  # PR_SET_DUMPABLE
-        die_with(parent)  # again, because a change of user clears it
-        self._prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        self._prctl(22, 2, ctypes.addressof(self._program))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        attempts: tuple[Callable[[], int], ...] = (lambda: os.open("/", os.O_RDONLY), os.fork)
-        for attempt in attempts:
-            try:
-                attempt()
-            except PermissionError:
-                continue
-            os._exit(1)
-
-
-def limit_resources(cpu_seconds: int) -> None:
-    """Bound memory and CPU of the calling process; no files, no children, no core dump."""
-    for name, limit in (("AS", LIMITS.memory_bytes), ("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", 4),
-                        ("MEMLOCK", 0)):  # fmt: skip
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
 # The player's side: code that runs in the jail.
@@ -817,7 +476,7 @@ def _player(jail: Jail | None, channel: int, parent: int) -> None:
     os.closerange(0, channel)
     os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = sys.stdout = sys.stderr = _NoStream()
-    limit_resources(job["cpu_seconds"])
+    limit_resources(job["cpu_seconds"], LIMITS.memory_bytes)
     if jail:
         jail.enter(parent)
     else:
@@ -884,7 +543,7 @@ class GameOver(Exception):
 
 def printable(text: str) -> str:
     """Text from a player or a model, bounded and with control and invisible characters escaped."""
-    return _without_blanks(repr(text[: LIMITS.detail_chars])[1:-1])[: LIMITS.detail_chars]
+    return visible(repr(text[: LIMITS.detail_chars])[1:-1])[: LIMITS.detail_chars]
 
 
 class _PlayerProcess:
@@ -1165,24 +824,13 @@ if __name__ == "__main__" and sys.argv[1:2] == ["worker"] and len(sys.argv) == 4
 # The trainer's side: it starts workers, hands out jobs and waits, never without a limit.  A referee ends above this
 # line, so what follows may use packages.
 
-try:
-    from toolkit import UsageError
-    from toolkit.base import bars, ranks
-    from toolkit.base.files import no_link
-    from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
-    from toolkit.games.evaluation import board_key, board_name
-    from toolkit.model import adapters, machine
-    from toolkit.run import advantages, watch
-    from toolkit.run.checkpoints import START, AtomicCheckpoints
-except ModuleNotFoundError as error:
-    if error.name != "toolkit":
-        raise
-    print("error: the folder toolkit/ has to be beside this file: clone the whole repository", file=sys.stderr)
-    sys.exit(2)
-
-if TYPE_CHECKING:
-    from toolkit.games.programs import BackgroundGames
-    from toolkit.model.tiny import Task
+from toolkit.base import bars, ranks
+from toolkit.base.files import no_link
+from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
+from toolkit.games.evaluation import board_key, board_name
+from toolkit.model import adapters, machine
+from toolkit.run import advantages, watch
+from toolkit.run.checkpoints import START, AtomicCheckpoints
 
 
 class JailError(UsageError):

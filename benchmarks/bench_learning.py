@@ -44,6 +44,7 @@ import gpt_2048_rl as program  # noqa: E402
 from toolkit.base import files  # noqa: E402
 from toolkit.games import evaluation, programs  # noqa: E402
 from toolkit.model import machine, tiny  # noqa: E402
+from toolkit.referee.extract import extract_function  # noqa: E402
 from toolkit.run import reading, results, runs  # noqa: E402
 
 
@@ -124,7 +125,7 @@ def warm_start_programs() -> set[str | None]:
     config, task, rng = tiny.DEFAULT_CONFIG, program.tiny_task(), random.Random(tiny.SEED)
     tiny.draw_corpus(rng, task, config)
     answers = {tiny.conversation(rng, task)[1]["content"] for _ in range(config.steps * config.batch)}
-    return {program.extract_function(answer) for answer in answers}
+    return {extract_function(answer) for answer in answers}
 
 
 def read(folder: Path, shown: set[str | None]) -> Run:

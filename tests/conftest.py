@@ -42,7 +42,7 @@ LIBRARIES = (
 FIRST = (
     "model/test_gpu.py",
     "script/test_pool.py",
-    "script/test_jail.py",
+    "referee/test_jail.py",
     "mini/test_chess_commands.py",
     "mini/test_grpo.py",
     *LIBRARIES,

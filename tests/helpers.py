@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gpt_2048_rl as program
+from toolkit.referee.jail import Jail, limit_resources
 
 ROOT = Path(program.__file__).resolve().parent
 HONEST = 'import random\ndef strategy(board):\n    return random.choice("éuai")\n'
@@ -177,9 +178,9 @@ ARGUMENTS = (0, 4096, 3, 0x20, -1, 0)  # to mmap a mapping that the filter allow
 def _attempt_from(first: int, report: int) -> None:
     """In a jailed child: try every system call from `first` on, and write the result of each."""
     parent = os.getppid()
-    jail = program.Jail()
+    jail = Jail()
     libc = ctypes.CDLL(None, use_errno=True)
-    program.limit_resources(10)
+    limit_resources(10, program.LIMITS.memory_bytes)
     jail.enter(parent)
     for number in range(first, 1024):
         os.write(report, struct.pack("=ii", number, -1))  # the last record if the call does not return

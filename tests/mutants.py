@@ -45,7 +45,7 @@ FAULTS = (
     Fault("jail", "jail", '"clock_gettime": 228,', '"clock_gettime": 228, "futex": 202,'),
     Fault("jail", "jail", '(20, 0xFFFFFFFF, False), (32, _PROT_EXEC, False)', '(20, 0xFFFFFFFF, False)'),
     Fault("jail", "jail", '((16, 0x80000000, False),)', '()'),
-    Fault("jail", "jail", '("AS", LIMITS.memory_bytes)', '("AS", LIMITS.referee_bytes)'),
+    Fault("jail", "jail", '["cpu_seconds"], LIMITS.memory_bytes)', '["cpu_seconds"], LIMITS.referee_bytes)'),
     Fault("jail", "jail", 'if self._capset(', 'if False and self._capset('),
     Fault("jail", "hostile jail", 'not answer.startswith(token) or len(answer) ==', 'len(answer) <='),
     Fault("jail", "jail regressions hostile", 'cpu_seconds(self.changes)', 'cpu_seconds(LIMITS.paid_moves)'),

@@ -35,7 +35,7 @@ class ServerFailed(UsageError):
 
 BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
                    "\U00016fe4\U0001d159\U000e0100-\U000e01ef]")  # fmt: skip
-"""Characters that isprintable() lets pass and nobody sees, as in the script, whose referees play without toolkit/."""
+"""Characters that isprintable() lets pass and nobody sees: fillers, joiners, variation selectors, blank symbols."""
 
 
 def visible(text: object) -> str:

@@ -38,8 +38,15 @@ def test_importing_the_program_imports_nothing_heavy() -> None:
 FILES = sorted(path for path in (ROOT / "toolkit").rglob("*.py") if path.stem != "__init__")
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES]
 # What each room of the toolkit may import, besides itself and toolkit/__init__.py.
-ROOMS = {"base": set[str](), "games": {"base"}, "model": {"base", "games"}, "run": {"base", "games", "model"},
-         "serve": {"base", "games", "model", "run"}, "cli": {"base", "model", "run", "serve"}}  # fmt: skip
+ROOMS = {
+    "referee": set[str](),
+    "base": set[str](),
+    "games": {"base"},
+    "model": {"base", "games"},
+    "run": {"base", "games", "model"},
+    "serve": {"base", "games", "model", "run"},
+    "cli": {"base", "model", "run", "serve"},
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -78,6 +85,16 @@ def test_the_workers_import_only_the_standard_library() -> None:
         (worker,) = pool._workers
         arguments = cmdline(worker._process.pid).split(b"\0")
     assert {b"-P", b"-s", b"-S"} <= set(arguments)
+
+
+def test_a_worker_takes_nothing_from_the_scripts_folder_but_the_toolkit(tmp_path: Path) -> None:
+    """A file there that has the name of a module of the library would otherwise play for it."""
+    copy = Path(shutil.copy(ROOT / "gpt_2048_rl.py", tmp_path))
+    shutil.copytree(ROOT / "toolkit", tmp_path / "toolkit")
+    (tmp_path / "heapq.py").write_text("raise SystemExit('taken from the folder')\n")
+    command = [sys.executable, "-P", "-s", "-S", str(copy), "worker", "0", "1"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ('{"refusal": ""}\n', "")
 
 
 def test_every_fault_of_the_mutants_still_stands_in_one_place() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import gpt_2048_rl as program
 from tests.programs import BLIND, BROKEN, GREEDY, SLOW
+from toolkit.referee.extract import extract_function
 
 bpe_openai = pytest.importorskip("bpe_openai", reason="optional: ./setup.sh --with harmony")
 openai_harmony = pytest.importorskip("openai_harmony", reason="optional: ./setup.sh --with harmony")
@@ -131,7 +132,7 @@ def test_a_program_survives_its_tokens(name: str, tokenizer: Any, harmony: Any) 
     ids = tokenizer.encode(answer, add_special_tokens=False)
     assert ids == harmony.encode(answer)
     assert tokenizer.decode(ids, skip_special_tokens=True) == harmony.decode(ids) == answer
-    assert program.extract_function(answer) == program.extract_function(tokenizer.decode(ids))
+    assert extract_function(answer) == extract_function(tokenizer.decode(ids))
 
 
 def test_an_answer_ends_with_the_end_token_and_is_read(tokenizer: Any, harmony: Any) -> None:
@@ -149,7 +150,7 @@ def test_an_answer_ends_with_the_end_token_and_is_read(tokenizer: Any, harmony: 
     completion = whole[len(ids) :]
     assert completion[-1] == tokenizer.eos_token_id
     assert completion[-1] in harmony.stop_tokens_for_assistant_actions()
-    assert program.extract_function(tokenizer.decode(completion, skip_special_tokens=True)) == source.strip("\n")
+    assert extract_function(tokenizer.decode(completion, skip_special_tokens=True)) == source.strip("\n")
 
 
 @pytest.mark.parametrize("stripped", [True, False])
@@ -171,4 +172,4 @@ def test_an_analysis_is_told_from_the_answer(stripped: bool, tokenizer: Any, har
     read = harmony.parse_messages_from_completion_tokens(whole[len(ids) :], openai_harmony.Role.ASSISTANT)
     assert [(message.channel, message.content[0].text) for message in read] == [*said]
     completion = tokenizer.decode(whole[len(ids) :], skip_special_tokens=stripped)
-    assert program.extract_function(completion, reasons=True) == source.strip("\n")
+    assert extract_function(completion, reasons=True) == source.strip("\n")

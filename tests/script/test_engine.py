@@ -11,6 +11,7 @@ import pytest
 import gpt_2048_rl as program
 from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard
 from tests.list_engine import ListBoard, slide
+from toolkit.referee.extract import extract_function
 from toolkit.run.watch import render
 
 CASES = [  # size, target, layout
@@ -288,7 +289,7 @@ def test_prompt_and_engine_agree_on_the_keys(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_prompts_example_is_a_strategy_of_its_layout(layout: str) -> None:
     """The fenced block in the prompt can be extracted, and the key that it returns is one of the layout's."""
-    source = program.extract_function(program.build_prompt(keys=layout))
+    source = extract_function(program.build_prompt(keys=layout))
     assert source is not None
     (key,) = re.findall(r'return "(\S+)"', source)
     assert program.direction_of(key, program.key_table(layout)) is not None

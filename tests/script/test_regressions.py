@@ -12,6 +12,7 @@ import gpt_2048_rl as program
 from tests.helpers import HELD_OUT, descendants, wait_until, without_seconds
 from toolkit import UsageError
 from toolkit.games.evaluation import board_key
+from toolkit.referee.extract import extract_function
 
 FORESEES = """
 import collections
@@ -122,7 +123,7 @@ def test_a_game_has_the_same_cpu_limit_beside_others(pool: program.Pool) -> None
     ],
 )
 def test_a_complete_program_is_found_in_a_careless_fence(text: str) -> None:
-    assert program.extract_function(text) == CODE
+    assert extract_function(text) == CODE
 
 
 @pytest.mark.parametrize(
@@ -131,17 +132,17 @@ def test_a_complete_program_is_found_in_a_careless_fence(text: str) -> None:
 )
 def test_a_second_opening_fence_closes_nothing(text: str) -> None:
     """The part that was cut off behind it counted as code outside fences."""
-    assert program.extract_function(text) is None
+    assert extract_function(text) is None
 
 
 def test_a_line_of_backticks_is_read_in_linear_time() -> None:
     """Time grew with the square of the text's length: hours for this one."""
-    assert program.extract_function("`" * 300_000 + "!" + " " * 300_000 + "!") is None
+    assert extract_function("`" * 300_000 + "!" + " " * 300_000 + "!") is None
 
 
 def test_a_fence_inside_a_docstring_is_part_of_the_program() -> None:
     code = 'def strategy(board):\n    """Such as\n    ```\n    2 2\n    ```\n    """\n    return "a"'
-    assert program.extract_function(f"```python\n{code}\n```") == code
+    assert extract_function(f"```python\n{code}\n```") == code
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_fence_inside_a_docstring_is_part_of_the_program() -> None:
      "def strategy(board):\n    return KEYS[0]\nKEYS = 'ai'"],
 )  # fmt: skip
 def test_what_a_strategy_needs_is_kept(code: str) -> None:
-    assert program.extract_function(f"```python\n{code}\n```") == code
+    assert extract_function(f"```python\n{code}\n```") == code
 
 
 @pytest.mark.parametrize(

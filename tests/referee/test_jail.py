@@ -15,10 +15,11 @@ import time
 import pytest
 
 import gpt_2048_rl as program
-from gpt_2048_rl import GameResult, Job, Pool, seccomp_filter
+from gpt_2048_rl import GameResult, Job, Pool
 from tests import helpers
 from tests.conftest import AS_ROOT, ON_X86
 from tests.helpers import FOR_EVER, HONEST, ORDINARY, descendants, play, run_python, wait_until
+from toolkit.referee.jail import AUDIT_ARCH, SYSTEM_CALLS, seccomp_filter
 
 MAPPING = (0, 4096, 3, 0x20, 0, 0)  # arguments that no condition forbids
 
@@ -27,34 +28,34 @@ MAPPING = (0, 4096, 3, 0x20, 0, 0)  # arguments that no condition forbids
 # The filter
 
 
-@pytest.mark.parametrize("machine", program.SYSTEM_CALLS)
+@pytest.mark.parametrize("machine", SYSTEM_CALLS)
 def test_filter_allows_exactly_the_list(machine: str) -> None:
     """Simulated, for both machines: calls 0 to 1023, and the largest number below those of x32."""
-    code, architecture = seccomp_filter(machine), program._AUDIT_ARCH[machine]
+    code, architecture = seccomp_filter(machine), AUDIT_ARCH[machine]
     numbers = [*range(1024), (1 << 30) - 1]
     answers = {number: helpers.simulate(code, architecture, number, MAPPING) for number in numbers}
     allowed = {number for number, answer in answers.items() if answer == helpers.ALLOW}
-    assert allowed == set(program.SYSTEM_CALLS[machine].values())
+    assert allowed == set(SYSTEM_CALLS[machine].values())
     assert {answers[number] for number in numbers if number not in allowed} == {helpers.ERRNO | errno.EPERM}
 
 
-@pytest.mark.parametrize("machine", program.SYSTEM_CALLS)
+@pytest.mark.parametrize("machine", SYSTEM_CALLS)
 def test_filter_kills_another_architecture(machine: str) -> None:
     """Numbers mean other calls there (i386: 0x40000003, and the other machine's own)."""
-    own = program._AUDIT_ARCH[machine]
-    for architecture in (set(program._AUDIT_ARCH.values()) | {0x40000003, 0x40000028, 0}) - {own}:
+    own = AUDIT_ARCH[machine]
+    for architecture in (set(AUDIT_ARCH.values()) | {0x40000003, 0x40000028, 0}) - {own}:
         answers = {helpers.simulate(seccomp_filter(machine), architecture, n, MAPPING) for n in range(1024)}
         assert answers == {helpers.KILL}
 
 
 def test_filter_kills_x32() -> None:
     """The x32 calls have the architecture of x86-64 and bit 30 in their numbers."""
-    code, architecture = seccomp_filter("x86_64"), program._AUDIT_ARCH["x86_64"]
+    code, architecture = seccomp_filter("x86_64"), AUDIT_ARCH["x86_64"]
     numbers = [base + n for base in (1 << 30, 1 << 31, (1 << 32) - 1024) for n in range(1024)]
     assert {helpers.simulate(code, architecture, number, MAPPING) for number in numbers} == {helpers.KILL}
 
 
-@pytest.mark.parametrize("machine", program.SYSTEM_CALLS)
+@pytest.mark.parametrize("machine", SYSTEM_CALLS)
 @pytest.mark.parametrize(
     ("protection", "flags", "allowed"),
     [(3, 0x22, True), (0, 0x22, True), (3, 0x20022, True), (3, 0x4022, True), (7, 0x22, False), (4, 0x22, False),
@@ -68,12 +69,12 @@ def test_filter_allows_only_private_data_mappings(machine: str, protection: int,
     Shared mappings were allowed: after unmapping all but a page, the rest stays in memory and no limit counts it.
     """
     arguments = (0, 4096, protection, flags, 3, 0)
-    number = program.SYSTEM_CALLS[machine]["mmap"]
-    answer = helpers.simulate(seccomp_filter(machine), program._AUDIT_ARCH[machine], number, arguments)
+    number = SYSTEM_CALLS[machine]["mmap"]
+    answer = helpers.simulate(seccomp_filter(machine), AUDIT_ARCH[machine], number, arguments)
     assert answer == (helpers.ALLOW if allowed else helpers.ERRNO | errno.EPERM)
 
 
-@pytest.mark.parametrize("machine", program.SYSTEM_CALLS)
+@pytest.mark.parametrize("machine", SYSTEM_CALLS)
 @pytest.mark.parametrize(
     ("call", "arguments", "allowed"),
     [("mmap", (0, 4096, 3, 0x22), True), ("mmap", (1 << 40, 4096, 3, 0x22), False),
@@ -88,15 +89,15 @@ def test_filter_looks_at_arguments(machine: str, call: str, arguments: tuple[int
     Other processes' CPU clocks are unreadable: two players of a batch could have signalled through them.
     """
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
-    number = program.SYSTEM_CALLS[machine][call]
-    answer = helpers.simulate(seccomp_filter(machine), program._AUDIT_ARCH[machine], number, padded)
+    number = SYSTEM_CALLS[machine][call]
+    answer = helpers.simulate(seccomp_filter(machine), AUDIT_ARCH[machine], number, padded)
     assert answer == (helpers.ALLOW if allowed else helpers.ERRNO | errno.EPERM)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The jail, in real processes
 
-EXPECTED = set(program.SYSTEM_CALLS.get(os.uname().machine, {}).values())
+EXPECTED = set(SYSTEM_CALLS.get(os.uname().machine, {}).values())
 SWEEP = "import json, os; from tests import helpers; {prepare}; print(json.dumps([os.geteuid(), helpers.sweep()]))"
 
 
@@ -128,7 +129,7 @@ if child == 0:
     jail = program.Jail()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    program.limit_resources(10)
+    program.limit_resources(10, program.LIMITS.memory_bytes)
     jail.enter(parent)
     def call(*arguments):
         return ctypes.get_errno() if libc.syscall(*map(ctypes.c_long, arguments)) == -1 else 0
@@ -219,7 +220,7 @@ def test_resources_are_limited_for_good() -> None:
     code = """
 import json, resource
 import gpt_2048_rl as program
-program.limit_resources(7)
+program.limit_resources(7, program.LIMITS.memory_bytes)
 print(json.dumps({n: resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n in
       ("AS", "FSIZE", "CORE", "NPROC", "NOFILE", "MEMLOCK", "CPU")}))
 """

@@ -15,7 +15,9 @@ import pytest
 
 import gpt_2048_rl as program
 import toolkit
-from gpt_2048_rl import extract_function, find_cheating
+from gpt_2048_rl import find_cheating
+from toolkit.referee.extract import extract_function, visible_program
+from toolkit.referee.names import globals_of
 
 PLAIN = 'def strategy(board):\n    return "a"'
 OTHER = 'def strategy(board):\n    return "i"'
@@ -358,9 +360,9 @@ def test_a_program_holds_nothing_that_a_terminal_acts_on(text: str, where: str) 
     The program is written anew, and means the same.
     """
     source = f"def strategy(board):\n    return {where.format(text)}"
-    visible = program.visible_program(source)
+    visible = visible_program(source)
     assert visible is not None
-    assert program.visible_program(visible) == visible
+    assert visible_program(visible) == visible
     assert toolkit.visible(visible) == visible
     programs = [dict[str, Any](), dict[str, Any]()]
     exec(source, programs[0])
@@ -370,7 +372,7 @@ def test_a_program_holds_nothing_that_a_terminal_acts_on(text: str, where: str) 
 
 def test_a_name_that_nobody_can_see_is_no_name() -> None:
     """It passed for printable, so what was shown was not what played."""
-    assert program.visible_program("def strategy(board, \u3164=1):\n    return 'a' if \u3164 else 'u'") is None
+    assert visible_program("def strategy(board, \u3164=1):\n    return 'a' if \u3164 else 'u'") is None
 
 
 def test_what_nobody_sees_is_escaped_where_it_is_shown() -> None:
@@ -382,11 +384,10 @@ def test_what_nobody_sees_is_escaped_where_it_is_shown() -> None:
     assert len(unseen) > 260
     assert program.printable(unseen[:20]) == ascii(unseen[:20])[1:-1]
     assert toolkit.visible(unseen) == ascii(unseen)[1:-1]
-    assert toolkit.BLANK.pattern == program.BLANK.pattern
 
 
 def test_a_program_that_can_be_read_stays_as_it_is() -> None:
-    assert program.visible_program(f"{HELPED}\n\t# é ↑") == f"{HELPED}\n\t# é ↑"
+    assert visible_program(f"{HELPED}\n\t# é ↑") == f"{HELPED}\n\t# é ↑"
 
 
 HOSTILE = {
@@ -528,7 +529,7 @@ def test_names_have_the_scopes_that_python_gives_them(module: str) -> None:
                 read |= name if symbol.is_referenced() else set()
                 inside |= name if symbol.is_referenced() and table is not top else set()
                 bound |= name if symbol.is_assigned() or symbol.is_imported() else set()
-    found = [names - {"__class__"} for names in program._globals_of(ast.parse(source))]
+    found = [names - {"__class__"} for names in globals_of(ast.parse(source))]
     assert found == [inside - {"__class__"}, read - bound - {"__class__"}]
 
 

@@ -1,0 +1,1 @@
+"""Tests of toolkit/referee/: the program in an answer, the jail."""
