@@ -24,7 +24,6 @@ Shapes: B completions, T tokens, R reward functions.
 
 from __future__ import annotations
 
-import _thread
 import ast
 import atexit
 import builtins
@@ -821,138 +820,35 @@ if __name__ == "__main__" and sys.argv[1:2] == ["worker"] and len(sys.argv) == 4
     sys.exit()
 
 
-# The trainer's side: it starts workers, hands out jobs and waits, never without a limit.  A referee ends above this
-# line, so what follows may use packages.
+# The trainer's side: it starts workers and hands out jobs (toolkit/base/workers.py).  A referee ends above this line,
+# so what follows may use packages.
+
+import threading
 
 from toolkit.base import bars, ranks
 from toolkit.base.files import no_link
 from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
+from toolkit.base.workers import Worker
 from toolkit.games.evaluation import board_key, board_name
 from toolkit.model import adapters, machine
 from toolkit.run import advantages, watch
 from toolkit.run.checkpoints import START, AtomicCheckpoints
 
 
-class JailError(UsageError):
-    """The jail does not hold on this machine, or a player could not be put into it."""
-
-    def __str__(self) -> str:
-        return f"model-written code cannot be jailed here ({self.args[0]}); --unsafe-no-jail runs it all the same"
-
-
-class WorkerError(UsageError):
-    """No worker starts or lives, although the jail may hold."""
-
-    def __str__(self) -> str:
-        return f"the players' processes fail ({self.args[0]}): free memory, or allow more processes"
-
-
-# How a worker ends by itself while it reads a text: too slow, or too deep.  The kernel and people send other signals.
-_OWN_ENDS = (-signal.SIGVTALRM, -signal.SIGSEGV, -signal.SIGABRT)
-
-
-class _Worker:
-    """A referee process as the trainer sees it.  A dead one is replaced before its next job."""
+class _Worker(Worker):
+    """A referee process as the pool sees it."""
 
     def __init__(self, core: int, jailed: bool) -> None:
-        import threading
-
         # This file by its path: a copy works under any name.  Not -I, which would ignore PYTHONHASHSEED.
-        self._command = [sys.executable, "-P", "-s", "-S", "-W", "ignore", str(Path(__file__).resolve()), "worker",
-                         str(core), str(int(jailed))]  # fmt: skip
-        self._turn, self._closed = threading.Lock(), False
-        self._start()
-
-    def _start(self) -> None:
-        import subprocess
-
-        self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("rb")
-        with theirs:  # a socket, because reads and writes of a pipe have no time limit
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                cwd="/",
-                env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},
-                start_new_session=True,
-            )
-        if self._closed:  # by another thread, at this moment
-            self._process.kill()
-
-    def check(self, priority: int = 0) -> None:
-        """Wait until it is ready.  Raises JailError if no player could be jailed or the canary's game went wrong, and
-        WorkerError if it died."""
-        line = self._exchange("", LIMITS.start_seconds)
-        if line is None or line["refusal"]:
-            self._end()
-            raise JailError(line["refusal"]) if line else WorkerError("a worker died at its start")
-        os.setpriority(os.PRIO_PGRP, self._process.pid, max(priority, os.nice(0)))  # with its zygote and its players
-
-    def _exchange(self, line: str, seconds: float) -> dict[str, Any] | None:
-        """Send a line, if there is one, and read one; None when the worker dies over it or takes too long."""
-        with contextlib.suppress(OSError, ValueError):
-            self._socket.settimeout(seconds)
-            self._socket.sendall(line.encode())
-            answer = self._answers.readline()
-            return json.loads(answer) if answer.endswith(b"\n") else None
-        return None
-
-    def _begin(self, line: str, seconds: float) -> None:
-        """Hand a job to a worker, and wait until it begins.  One that is dead is replaced.  If none begins in a minute
-        (memory is short), raises as check()."""
-        failure: UsageError = WorkerError("workers die at once")
-        deadline = time.monotonic() + LIMITS.start_seconds
-        while True:
-            if self._closed:
-                raise RuntimeError("the pool is closed")
-            if time.monotonic() > deadline:
-                raise failure
-            try:
-                if self._process.poll() is not None:
-                    self._end()
-                    self._start()
-                    self.check()
-            except (UsageError, OSError) as error:
-                failure = error if isinstance(error, UsageError) else WorkerError(str(error))
-                time.sleep(0.5)
-                continue
-            if self._exchange(line, seconds) is not None:
-                return
-            self._end()
+        this = [sys.executable, "-P", "-s", "-S", "-W", "ignore", str(Path(__file__).resolve())]
+        super().__init__([*this, "worker", str(core), str(int(jailed))], LIMITS.start_seconds, LIMITS.tries)
 
     def judge(self, job: Job) -> Verdict:
-        """The verdict on one job.  No program can end its referee or its zygote.  So one that dies is replaced, and the
-        job is judged again.  A text can end the parser that reads it, and gets "error".  Raises as check(), and
-        WorkerError when several workers in a row die over the job."""
-        line, limit = json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds()
-        with self._turn:
-            for _ in range(LIMITS.tries):
-                self._begin(line, min(limit, LIMITS.start_seconds))
-                if reply := self._exchange("", limit):
-                    return Verdict(**reply | {"results": tuple(GameResult(**result) for result in reply["results"])})
-                self._end()
-                if self._process.returncode in _OWN_ENDS:
-                    return _no_verdict(job, None, "none", "error", "the text ends Python's parser")
-        if self._closed:
-            raise RuntimeError("the pool is closed")
-        raise WorkerError(f"{LIMITS.tries} referees in a row died over one game, which no program can cause")
-
-    def _end(self) -> None:
-        import subprocess
-
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LIMITS.start_seconds)
-        self._answers.close()
-        self._socket.close()
-
-    def close(self) -> None:
-        """End the process, its zygote and its player for good.  A thread that waits for a verdict sees the end too."""
-        self._closed = True
-        self._process.kill()
-        with self._turn:
-            self._end()
+        """The verdict on one job.  A text can end the parser that reads it, and gets "error"."""
+        reply = self.ask(json.dumps(dataclasses.asdict(job)) + "\n", job.wall_seconds())
+        if reply is None:
+            return _no_verdict(job, None, "none", "error", "the text ends Python's parser")
+        return Verdict(**reply | {"results": tuple(GameResult(**result) for result in reply["results"])})
 
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
@@ -974,8 +870,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     def judge(self, jobs: Sequence[Job]) -> list[Verdict]:
         """One verdict per job, in order; equal jobs are judged once."""
-        import threading
-
         said = f"the text is longer than {LIMITS.text_chars} characters"
         verdicts = {
             job: _no_verdict(job, None, "none", "no_function", said)
@@ -994,13 +888,13 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                         errors.append(error)
 
         # Daemon threads, not an executor: that would play its whole queue before Python may exit.
-        idle_first = sorted(self._workers, key=lambda worker: worker._turn.locked())  # other threads keep some busy
+        idle_first = sorted(self._workers, key=_Worker.is_busy)  # other threads keep some busy
         threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in idle_first]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()  # no timeout: every wait inside _Worker.judge has one
+                thread.join()  # no timeout: every wait inside Worker.ask has one
         except (KeyboardInterrupt, SystemExit):  # nobody waits for the games under way
             self.close()
             raise
@@ -1019,7 +913,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
 
 _shared: list[Pool] = []
-_sharing = _thread.allocate_lock()  # threading's own lock; importing threading would cost each player 0.8 ms
+_sharing = threading.Lock()
 
 
 def shared_pool(jailed: bool | None = None) -> Pool:

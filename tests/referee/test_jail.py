@@ -236,6 +236,7 @@ import os, sys
 from tests import helpers
 {prepare}
 import gpt_2048_rl as program
+from toolkit.base.workers import JailError
 with program.Pool(1, jailed={jailed}) as pool:
     print([r.outcome for r in program.execute_strategies(['def strategy(board): return "a"'], (1, 2), pool=pool)[0]])
 """
@@ -270,7 +271,7 @@ def test_pool_refuses_where_the_jail_cannot_hold(error: int, says: str) -> None:
     """Without seccomp, or with one that does nothing, the message is one line: a player proves its jail first."""
     prepare = f"helpers.install_filter_on_seccomp({error})"
     code = PLAY.format(prepare=prepare, jailed=True)
-    refused = f"try:\n{textwrap.indent(code, '    ')}\nexcept program.JailError as error:\n    print(error)\n"
+    refused = f"try:\n{textwrap.indent(code, '    ')}\nexcept JailError as error:\n    print(error)\n"
     done = run_python(refused)
     assert "cannot be jailed here (a player could not be jailed: " in done.stdout, done.stderr
     assert says in done.stdout

@@ -16,6 +16,7 @@ from tests.conftest import Run
 from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
 from toolkit import UsageError, cli
+from toolkit.base.workers import JailError
 from toolkit.games import programs
 from toolkit.run import results
 
@@ -85,7 +86,7 @@ def test_programs_reach_beside_other_work_what_they_reach_after_it(ended: bool) 
 
 def test_a_run_gets_its_controls_where_the_spare_worker_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(evaluator: program.Evaluator) -> None:
-        raise program.JailError("no memory")
+        raise JailError("no memory")
 
     monkeypatch.setattr(program.Evaluator, "spare_pool", fail)
     games = background_games()

@@ -23,6 +23,7 @@ from gpt_2048_rl import GameResult, Job, Pool, execute_strategies
 from tests import helpers
 from tests.helpers import FOR_EVER, HONEST, ORDINARY, alive, descendants, play, run_python, wait_until, without_seconds
 from toolkit import UsageError
+from toolkit.base.workers import JailError, WorkerError
 
 
 def answers_right(pool: Pool) -> bool:
@@ -52,10 +53,11 @@ def test_a_refused_pool_leaves_no_process() -> None:
     """The workers that had started are ended."""
     prepare = f"helpers.install_filter_on_seccomp({errno.EPERM})"
     code = "import os\nimport gpt_2048_rl as program\nfrom tests import helpers\n" + textwrap.dedent(f"""
+        from toolkit.base.workers import JailError
         {prepare}
         try:
             program.Pool(3)
-        except program.JailError:
+        except JailError:
             print(helpers.wait_until(lambda: not helpers.descendants(os.getpid())))
         """)
     assert run_python(code).stdout.strip() == "True"
@@ -460,7 +462,7 @@ def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
     pool: Pool, lone: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory or processes may be short for a moment: one failed start ended the training."""
-    start, failures = program._Worker._start, [OSError(errno.EAGAIN, "fork"), program.JailError("died at its start")]
+    start, failures = program._Worker._start, [OSError(errno.EAGAIN, "fork"), JailError("died at its start")]
 
     def fails_at_first(worker: program._Worker) -> None:
         if failures:
@@ -478,12 +480,12 @@ def test_an_error_of_one_job_closes_no_pool(monkeypatch: pytest.MonkeyPatch) -> 
     """It ended the games of all other threads.  And what is lack of memory was said to be the jail's failure."""
     with Pool(2) as pool:
         with monkeypatch.context() as broken:
-            broken.setattr(program, "LIMITS", dataclasses.replace(program.LIMITS, start_seconds=1.0))
             broken.setattr(program._Worker, "_start", no_memory)
             for worker in pool._workers:
+                broken.setattr(worker, "_start_seconds", 1.0)
                 os.kill(worker._process.pid, signal.SIGKILL)
                 assert wait_until(lambda worker=worker: not alive(worker._process.pid))  # type: ignore[misc]
-            with pytest.raises(program.WorkerError, match=r"Cannot allocate memory.*: free memory") as raised:
+            with pytest.raises(WorkerError, match=r"Cannot allocate memory.*: free memory") as raised:
                 answers_right(pool)
         assert "unsafe" not in str(raised.value)
         assert answers_right(pool)

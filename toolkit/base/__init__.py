@@ -1,1 +1,1 @@
-"""What every room uses: files, ranks, progress bars."""
+"""What the rooms above it use: files, ranks, worker processes, progress bars."""
