@@ -1610,10 +1610,10 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
 
 
 def smaller_passes(config: TrainConfig) -> str:
-    """The options for an update that needs less memory, and makes the same steps up to rounding."""
+    """Options for an update that needs less memory and makes the same steps up to rounding, or ""."""
     together = config.batch_size * config.accumulation
     less = next((size for size in range(config.batch_size // 2, 0, -1) if together % size == 0), 0)
-    return f"--batch-size {less} --accumulation {together // less}" if less else "fewer --max-new-tokens"
+    return f"--batch-size {less} --accumulation {together // less}" if less else ""
 
 
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
@@ -1668,7 +1668,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             doing = f"the model was updated with {config.batch_size} completions at a time"
-            with machine.naming_memory(doing, smaller_passes(config)):
+            smaller = smaller_passes(config)
+            with machine.naming_memory(doing, smaller or "fewer --max-new-tokens", resume_with=smaller):
                 return super().training_step(*args, **kwargs)
 
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,19 +18,17 @@ class UsageError(Exception):
 
 
 class OutOfMemory(UsageError):
-    """The GPU's or the machine's memory ran out.  `remedy` are the options that need less."""
+    """The GPU's or the machine's memory ran out.  `resume_with` are options with which the run can go on, if any."""
 
     exit_code = 4
 
-    def __init__(self, doing: str, remedy: str) -> None:
+    def __init__(self, doing: str, remedy: str, resume_with: str = "") -> None:
         super().__init__(f"memory ran out while {doing}: take {remedy}")
-        self.remedy = remedy
+        self.resume_with = resume_with
 
 
 class ServerFailed(UsageError):
-    """A vLLM server failed.  A run goes on with the next one."""
-
-    remedy = ""
+    """A vLLM server failed.  A run goes on with the next one, and with the same options."""
 
 
 BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"

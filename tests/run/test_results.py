@@ -15,7 +15,7 @@ import gpt_2048_rl as program
 from tests.conftest import Run
 from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
-from toolkit import UsageError, cli
+from toolkit import OutOfMemory, ServerFailed, UsageError, cli
 from toolkit.base.workers import JailError
 from toolkit.games import programs
 from toolkit.run import results
@@ -30,6 +30,25 @@ BROKEN = "x = 1 / 0\ndef strategy(board):\n    return 'a'"
 def evaluator() -> program.Evaluator:
     """Of a small board, where games are short."""
     return program.Evaluator(program.EvalConfig(model="tiny", games=8), 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (ServerFailed("it ended"), ""),
+        (OutOfMemory("the model was updated", "--batch-size 2", resume_with="--batch-size 2"), " --batch-size 2"),
+        (OutOfMemory("the policy was measured", "fewer --max-new-tokens"), None),  # a resumed run may not change it
+    ],
+    ids=["server", "other options", "none"],
+)
+def test_a_run_that_breaks_off_says_how_it_goes_on_if_it_can(
+    error: UsageError, options: str | None, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    with pytest.raises(type(error)), results.saying_how_to_go_on(tmp_path / "run", program.TrainConfig(), said.append):
+        raise error
+    command = f"to resume: python gpt_2048_rl.py --output-dir {tmp_path} --run-name run"
+    assert said[1:] == ([] if options is None else [command + options])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

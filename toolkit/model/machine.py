@@ -686,13 +686,13 @@ def unless_out_of_memory(call: Callable[[], Found]) -> Found | None:
 
 
 @contextlib.contextmanager
-def naming_memory(doing: str, remedy: str) -> Iterator[None]:
+def naming_memory(doing: str, remedy: str, resume_with: str = "") -> Iterator[None]:
     """Raise OutOfMemory where memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise OutOfMemory(doing, remedy) from error
+            raise OutOfMemory(doing, remedy, resume_with) from error
         raise
 
 

@@ -159,8 +159,10 @@ def saying_how_to_go_on(run: Path, config: Any, say: Callable[[Any], None]) -> I
     except (OutOfMemory, ServerFailed) as error:  # of this rank: others may wait for it, so nothing is asked of them
         if RANK == 0:
             say(report.try_report(run))
-        if error.remedy[:2] in ("", "--"):
-            say(f"to resume: {again(run, config)} {error.remedy}".rstrip())
+        if isinstance(error, ServerFailed):
+            say(f"to resume: {again(run, config)}")
+        elif error.resume_with:
+            say(f"to resume: {again(run, config)} {error.resume_with}")
         raise
 
 
