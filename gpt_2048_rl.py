@@ -1616,30 +1616,31 @@ def smaller_passes(config: TrainConfig) -> str:
     return f"--batch-size {less} --accumulation {together // less}" if less else ""
 
 
+def skip_steps(trainer: Any, rollouts: Rollouts, config: TrainConfig) -> Any:
+    """A callback that leaves out optimizer steps.  Without a gradient, momentum or an entropy bonus alone would move
+    the weights at random.  A gradient that is not finite would ruin them for good."""
+    from transformers import TrainerCallback
+
+    class SkipSteps(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            flat = config.skip_flat_groups and config.beta == 0 and all(rollouts.flat)
+            if flat or not math.isfinite(trainer.gradient_norm):
+                optimizer.zero_grad()
+
+    return SkipSteps()
+
+
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups.  It writes down every step; the toolkit adds checkpoints, curves."""
     import torch
-    from transformers import TrainerCallback
     from trl import GRPOTrainer
-
-    class SkipSteps(TrainerCallback):  # type: ignore[misc]
-        """No optimizer step without a gradient: momentum or an entropy bonus alone would move the weights at random.
-        None with a gradient that is not finite, which would ruin the weights for good."""
-
-        def __init__(self, trainer: Any) -> None:
-            self.trainer = trainer
-
-        def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-            flat = config.skip_flat_groups and config.beta == 0 and all(rollouts.flat)
-            if flat or not math.isfinite(self.trainer.gradient_norm):
-                optimizer.zero_grad()
 
     class Trainer(AtomicCheckpoints, GRPOTrainer):  # type: ignore[misc]
         run_folder, keep_checkpoints = run, config.keep
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.add_callback(SkipSteps(self))
+            self.add_callback(skip_steps(self, rollouts, config))
             self.gradient_norm = 0.0  # of the last step, before clipping
             self.seconds: dict[str, float] = {}  # of the last step, by its part
             self.observer = watch.Observer()
