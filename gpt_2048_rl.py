@@ -569,8 +569,13 @@ class _PlayerProcess:
         self._descriptor = self._channel.fileno()
         self._clock = (~self.pid << 3) | 2  # the process's CPU clock: clock_getcpuclockid(3)
         self._next_look = 0.0
-        header = {"size": job.size, "keys": job.keys, "random_seed": random_seed, "cpu_seconds": int(most) + 2,
-                  "bytes": len(source)}  # fmt: skip
+        header = {
+            "size": job.size,
+            "keys": job.keys,
+            "random_seed": random_seed,
+            "cpu_seconds": int(most) + 2,
+            "bytes": len(source),
+        }
         try:
             self._send(json.dumps(header).encode() + b"\n" + source)
             ready, _, _ = select.select([self._channel], [], [], LIMITS.control_seconds)
@@ -731,8 +736,16 @@ class Referee:
         if not self.lives():
             raise ConnectionError("the zygote is gone, and has taken its player along")
         moves = "".join(str(move) for move in player.moves if move < len(DIRECTIONS)) if job.record else ""
-        return claim, GameResult(seed, over.outcome, len(player.moves), game.max_tile(), game.score(), round(cpu, 6),
-                                 printable(over.detail), moves)  # fmt: skip
+        return claim, GameResult(
+            seed,
+            over.outcome,
+            len(player.moves),
+            game.max_tile(),
+            game.score(),
+            round(cpu, 6),
+            printable(over.detail),
+            moves,
+        )
 
 
 def _no_verdict(job: Job, source: str | None, works: str, outcome: str, detail: str, cheating: str = "") -> Verdict:
@@ -1379,9 +1392,13 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     # Where experts are fused into one parameter (16 bits, and on a CPU), naming their projections adapts nothing.
     fused = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if re.search(r"experts\.\w+_proj$", name)}
     whole, modules = config.adapt == "all", ["q_proj", "k_proj", "v_proj", "o_proj"]
-    numbers: dict[str, Any] = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0,
-                               "target_modules": modules + ["gate_proj", "up_proj", "down_proj"] * whole,
-                               "target_parameters": sorted(fused) if fused and whole else None}  # fmt: skip
+    numbers: dict[str, Any] = {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": modules + ["gate_proj", "up_proj", "down_proj"] * whole,
+        "target_parameters": sorted(fused) if fused and whole else None,
+    }
     import torch
 
     if config.loader == "transformers":
@@ -1522,8 +1539,13 @@ def training_row(config: TrainConfig, group: int, stage: Stage) -> dict[str, Any
     """A group's row of the dataset: a prompt, and boards of its own, which all of its completions play."""
     prompt = build_prompt(*stage, config.keys, group % config.wordings, config.example)
     same = {name: getattr(config, name) for name in ("keys", "timeout", "flat_reward", "max_new_tokens")}
-    return {"prompt": [{"role": "user", "content": prompt}], "seeds": board_seeds(config.boards, config.seed, group),
-            **stage._asdict(), "reasons": config.reasoning != "none", **same}  # fmt: skip
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "seeds": board_seeds(config.boards, config.seed, group),
+        **stage._asdict(),
+        "reasons": config.reasoning != "none",
+        **same,
+    }
 
 
 def training_set(config: TrainConfig, ladder: Ladder) -> Any:
@@ -1838,8 +1860,15 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[
     for r in results:
         table.add_row(*map(str, (r.seed, r.outcome, r.steps, r.max_tile, r.score)), f"{r.seconds:.3f}", r.detail)
     console.print(table if results else "no answer has a program that plays")
-    return {"file": config.file, "source": source, "size": config.size, "target": config.target, "keys": config.keys,
-            "games": {str(r.seed): dataclasses.asdict(r) for r in results}, "jailed": pool.jailed}  # fmt: skip
+    return {
+        "file": config.file,
+        "source": source,
+        "size": config.size,
+        "target": config.target,
+        "keys": config.keys,
+        "games": {str(r.seed): dataclasses.asdict(r) for r in results},
+        "jailed": pool.jailed,
+    }
 
 
 def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[str, Any]]]]:

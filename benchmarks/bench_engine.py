@@ -100,8 +100,18 @@ def main(args: Args) -> int:
         table.add_row(name, *(f"{f(values):.2f}" for f in (statistics.median, min, max)))
     Console().print(table)
     ratio = statistics.median(ratios)
-    print(json.dumps({"args": asdict(args), "ours_us": ours, "lists_us": lists, "ratios": ratios, "ratio": ratio,
-                      "target": TARGET_RATIO}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "args": asdict(args),
+                "ours_us": ours,
+                "lists_us": lists,
+                "ratios": ratios,
+                "ratio": ratio,
+                "target": TARGET_RATIO,
+            }
+        )
+    )
     return 0 if ratio >= TARGET_RATIO else 1
 
 

@@ -110,13 +110,31 @@ def main(args: Args) -> int:
     counts = dict(texts())
     table = Table("", "programs", "made 2048", "95% interval", "mean log2 tile")
     table.add_row("can be composed", f"{sum(counts.values()):.2e}")
-    for name, number, score in ((f"composed, a board each (seed {args.seed})", len(sources), one),
-                                (f"best of {race.played:,} raced, {best.games} held-out boards", 1, best)):  # fmt: skip
-        table.add_row(name, f"{number:,}", f"{score.won:.1%}", f"{score.won_low:.1%} to {score.won_high:.1%}",
-                      f"{score.mean_log2_tile:.2f}")  # fmt: skip
+    for name, number, score in (
+        (f"composed, a board each (seed {args.seed})", len(sources), one),
+        (f"best of {race.played:,} raced, {best.games} held-out boards", 1, best),
+    ):
+        table.add_row(
+            name,
+            f"{number:,}",
+            f"{score.won:.1%}",
+            f"{score.won_low:.1%} to {score.won_high:.1%}",
+            f"{score.mean_log2_tile:.2f}",
+        )
     Console(width=120).print(table)
-    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "texts": counts, "composed": asdict(one),
-                      "race": race.summary(), "best": asdict(best), "source": race.ranking[0]}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "args": asdict(args),
+                "cores": os.cpu_count(),
+                "texts": counts,
+                "composed": asdict(one),
+                "race": race.summary(),
+                "best": asdict(best),
+                "source": race.ranking[0],
+            }
+        )
+    )
     return 0
 
 

@@ -96,8 +96,13 @@ def made_up_gpt_oss(folder: Path, layers: int, form: str) -> None:
     start = tiny.DEFAULT_CONFIG
     tokenizer = tiny.train_tokenizer(*tiny.draw_corpus(corpus, task, start), task.alphabet, start.vocab)
     tokenizer.save_pretrained(folder)
-    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, pad_token_id=tokenizer.pad_token_id,
-                          bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    config = GptOssConfig(
+        num_hidden_layers=layers,
+        num_local_experts=32,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -108,8 +113,11 @@ def made_up_gpt_oss(folder: Path, layers: int, form: str) -> None:
             weight = torch.ones(shape, dtype=torch.bfloat16)
         tensors = checkpoints.stored(name, weight, form)
         file = f"model-{len(index):05d}.safetensors"
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / file,
-                  metadata={"format": "pt"})  # fmt: skip
+        save_file(
+            {key: tensor.cpu().contiguous() for key, tensor in tensors.items()},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         index |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     packing = {"quantization_config": checkpoints.FORMS[form]} if checkpoints.FORMS[form] else {}
@@ -228,10 +236,16 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     config = program.TrainConfig(
-        steps=args.steps + 1, batch_size=min(8, completions), accumulation=max(1, completions // 8), warmup_steps=0,
-        generations=max(2, min(16, completions)), max_new_tokens=args.tokens,
-        eval_batch_size=completions, save_steps=10**6, patience=10**6,
-    )  # fmt: skip
+        steps=args.steps + 1,
+        batch_size=min(8, completions),
+        accumulation=max(1, completions // 8),
+        warmup_steps=0,
+        generations=max(2, min(16, completions)),
+        max_new_tokens=args.tokens,
+        eval_batch_size=completions,
+        save_steps=10**6,
+        patience=10**6,
+    )
     generate, score, update, gap, forwards = 0.0, 0.0, 0.0, 0.0, 0.0
     if completions == 1:
         seconds = []
@@ -257,8 +271,11 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
             for name in ("seconds/generate", "seconds/score", "seconds/update", "sampler/gap")
         )
         forwards = sum(passes) / progress.steps
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # fmt: skip
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    )
     launches = launches_a_token(model, tokenizer, config, completions)
     return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound, forwards, gap, launches)
 
@@ -298,13 +315,39 @@ def main(args: Args) -> int:
             print(json.dumps(about | {"measured": asdict(measured[-1])}), flush=True)
     what = f"{layers} layers of gpt-oss-20b, {args.form}" if layers else str(args.model or "tiny")
     title = f"{what} on {device}, {speed / 1e9:.0f} GB/s; loaded in {loading:.0f} s"
-    table = Table("rows", "tokens/s", "of bound", "launches", "GB", "generate s", "score", "update", "step", "score",
-                  "forwards", "gap", title=title)  # fmt: skip
+    table = Table(
+        "rows",
+        "tokens/s",
+        "of bound",
+        "launches",
+        "GB",
+        "generate s",
+        "score",
+        "update",
+        "step",
+        "score",
+        "forwards",
+        "gap",
+        title=title,
+    )
     for m in measured:
-        parts = [f"{m.score:.2f}", f"{m.update:.2f}", f"{m.step:.2f}", f"{m.score / m.step:.1%}", f"{m.forwards:.0f}",
-                 f"{m.gap:.1g}"]  # fmt: skip
-        table.add_row(str(m.completions), f"{m.speed:.0f}", f"{m.speed / m.bound:.1%}", f"{m.launches:.0f}",
-                      f"{m.peak / 1e9:.1f}", f"{m.generate:.2f}", *(parts if m.completions > 1 else []))  # fmt: skip
+        parts = [
+            f"{m.score:.2f}",
+            f"{m.update:.2f}",
+            f"{m.step:.2f}",
+            f"{m.score / m.step:.1%}",
+            f"{m.forwards:.0f}",
+            f"{m.gap:.1g}",
+        ]
+        table.add_row(
+            str(m.completions),
+            f"{m.speed:.0f}",
+            f"{m.speed / m.bound:.1%}",
+            f"{m.launches:.0f}",
+            f"{m.peak / 1e9:.1f}",
+            f"{m.generate:.2f}",
+            *(parts if m.completions > 1 else []),
+        )
     Console(width=120).print(table)
     return 0
 

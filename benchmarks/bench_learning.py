@@ -97,8 +97,14 @@ def train(folder: Path, seed: int, words: Sequence[str], minutes: float, games: 
     if (folder / "result.json").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    flags = {"model": "tiny", "seed": seed, "minutes": minutes, "games": games, "output-dir": folder.parent,
-             "run-name": folder.name}  # fmt: skip
+    flags = {
+        "model": "tiny",
+        "seed": seed,
+        "minutes": minutes,
+        "games": games,
+        "output-dir": folder.parent,
+        "run-name": folder.name,
+    }
     command = [sys.executable, str(ROOT / "gpt_2048_rl.py")]
     command += [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -233,8 +239,9 @@ def tables(group: Sequence[Measured]) -> list[Table]:
         made.append(Table("seed", *columns, title=f"{group[0].recipe}: {title}"))
         for run in group:
             made[-1].add_row(str(run.seed), *map(run.shown, columns))
-        made[-1].add_row("median", *(summary([run.figures[name] for run in group], form)
-                                     for name, (_, form) in columns.items()))  # fmt: skip
+        made[-1].add_row(
+            "median", *(summary([run.figures[name] for run in group], form) for name, (_, form) in columns.items())
+        )
     return made
 
 
@@ -287,8 +294,10 @@ def curves_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[
     parts = [text(0, 14, "largest tile in a step, 4x4 (mean log2)")]
     for level in (5, 7, 9, 11):
         y = place(0, level)[1]
-        parts += [f'<path d="M{LEFT} {y:.1f}h{LEFT_WIDTH}" stroke="#8884"/>',
-                  text(LEFT - 6, y + 4, f"{1 << level}", "end")]  # fmt: skip
+        parts += [
+            f'<path d="M{LEFT} {y:.1f}h{LEFT_WIDTH}" stroke="#8884"/>',
+            text(LEFT - 6, y + 4, f"{1 << level}", "end"),
+        ]
     for at in range(0, int(minutes) + 1, 2):
         words = f"{at} min" if at else "0"
         parts.append(text(place(at, 0)[0], TOP + HEIGHT + 18, words, "middle"))
@@ -301,26 +310,37 @@ def curves_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[
 def dots_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[str]:
     """A row for each player, a dot for each seed, and the median as a bar and in words."""
     stable = [run for run in measured if run.recipe == "stable"]
-    control = {"random moves": "random", "four keys in turn": "rotation", "greedy": "greedy",
-               "before training": "before"}  # fmt: skip
+    control = {
+        "random moves": "random",
+        "four keys in turn": "rotation",
+        "greedy": "greedy",
+        "before training": "before",
+    }
     rows = [(name, GREY, stable, player) for name, player in control.items()]
     for recipe in list(colours)[1:]:
         group = [run for run in measured if run.recipe == recipe]
         rows.append((f"{recipe}, after", colours[recipe], group, "after"))
-    rows += [("best of N, untrained", GREY, stable, "best of N"), ("expert", GREY, stable, "expert"),
-             ("after training", colours["stable"], stable, "after"),
-             ("best program", colours["stable"], stable, "best")]  # fmt: skip
+    rows += [
+        ("best of N, untrained", GREY, stable, "best of N"),
+        ("expert", GREY, stable, "expert"),
+        ("after training", colours["stable"], stable, "after"),
+        ("best program", colours["stable"], stable, "best"),
+    ]
     parts = [text(RIGHT - 130, 14, "held-out 4x4 games that made 2048, a dot per seed")]
     for share in (0.0, 0.5, 1.0):
         x = RIGHT + share * RIGHT_WIDTH
-        parts += [f'<path d="M{x:.1f} {TOP}v{HEIGHT}" stroke="#8884"/>',
-                  text(x, TOP + HEIGHT + 18, f"{share:.0%}", "middle")]  # fmt: skip
+        parts += [
+            f'<path d="M{x:.1f} {TOP}v{HEIGHT}" stroke="#8884"/>',
+            text(x, TOP + HEIGHT + 18, f"{share:.0%}", "middle"),
+        ]
     for i, (name, colour, group, player) in enumerate(rows):
         y = TOP + (i + 0.5) * HEIGHT / len(rows)
         shares = [run.figures[player] for run in group]
         median = statistics.median(shares)
-        parts += [f'<circle cx="{RIGHT + share * RIGHT_WIDTH:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" opacity="0.6"/>'
-                  for share in shares]  # fmt: skip
+        parts += [
+            f'<circle cx="{RIGHT + share * RIGHT_WIDTH:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" opacity="0.6"/>'
+            for share in shares
+        ]
         parts += [
             f'<path d="M{RIGHT + median * RIGHT_WIDTH:.1f} {y - 7:.1f}v14" stroke="{colour}" stroke-width="2.5"/>',
             text(RIGHT - 10, y + 4, name, "end", colour),
@@ -357,8 +377,14 @@ def train_all(args: Args, out: Path) -> list[Measured]:
             measured.append(Measured(**files.read_json(file)))
             if recipe == "stable":
                 minutes[seed] = measured[-1].figures["minutes"]
-            print(recipe, seed, *(f"{name} {measured[-1].shown(name)}" for name in COLUMNS), sep="  ", file=sys.stderr,
-                  flush=True)  # fmt: skip
+            print(
+                recipe,
+                seed,
+                *(f"{name} {measured[-1].shown(name)}" for name in COLUMNS),
+                sep="  ",
+                file=sys.stderr,
+                flush=True,
+            )
     return measured
 
 
@@ -375,8 +401,18 @@ def conclude(args: Args, measured: Sequence[Measured]) -> int:
     console.print(table)
     args.figure.write_text(picture(measured))
     met = all(target.met for target in checked)
-    print(json.dumps({"args": asdict(args), "cores": os.cpu_count(), "runs": list(map(asdict, measured)),
-                      "targets": [asdict(target) for target in checked], "met": met}, default=str))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "args": asdict(args),
+                "cores": os.cpu_count(),
+                "runs": list(map(asdict, measured)),
+                "targets": [asdict(target) for target in checked],
+                "met": met,
+            },
+            default=str,
+        )
+    )
     return 0 if met else 1
 
 

@@ -86,10 +86,16 @@ def theirs(model: Any, prompts: list[list[int]], k: int, sampling: Sampling, end
     rows = [[end] * (longest - len(prompt)) + prompt for prompt in prompts for _ in range(k)]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts for _ in range(k)]
     out = model.generate(
-        torch.tensor(rows), attention_mask=torch.tensor(mask), do_sample=True, temperature=sampling.temperature,
-        top_k=sampling.top_k, top_p=sampling.top_p, max_new_tokens=sampling.max_new_tokens, eos_token_id=end,
+        torch.tensor(rows),
+        attention_mask=torch.tensor(mask),
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=end,
         pad_token_id=end,
-    )[:, longest:]  # fmt: skip
+    )[:, longest:]
     return int(((out == end).cumsum(1) - (out == end).int() == 0).sum())
 
 
@@ -150,15 +156,20 @@ def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     shape = f"{args.prompts} prompts x {args.completions} completions, {torch.get_num_threads()} threads"
     shown = Table("", "median", "lowest", "highest", title=shape)
     rows = [(f"{name}, tokens a second", values) for name, values in rates.items()]
-    rows += [(f"{name}, {part} a step", [step[part] for step in values])
-             for name, values in steps.items() for part in values[0]]  # fmt: skip
+    rows += [
+        (f"{name}, {part} a step", [step[part] for step in values])
+        for name, values in steps.items()
+        for part in values[0]
+    ]
     for name, values in rows:
         shown.add_row(name, *(f"{f(values):.2f}" for f in (statistics.median, min, max)))
     console.print(shown)
     faster = statistics.median(rates["mini"]) / statistics.median(rates["transformers"])
     batched, single = (statistics.median(step["seconds"] for step in values) for values in steps.values())
-    console.print(f"generation {faster:.1f} times as fast as transformers', "
-                  f"a step {single / batched:.1f} times as fast as one completion at a time")  # fmt: skip
+    console.print(
+        f"generation {faster:.1f} times as fast as transformers', "
+        f"a step {single / batched:.1f} times as fast as one completion at a time"
+    )
     result = {"tokens_per_second": rates, "steps": steps, "generation_ratio": faster, "step_ratio": single / batched}
     return result, faster >= 1 and single / batched >= SPEED_UP
 
@@ -205,8 +216,14 @@ def run_job(folder: Path, options: Sequence[object], threads: int) -> dict[str, 
     if not result.is_file():
         shutil.rmtree(folder, ignore_errors=True)  # left over from an interrupted run
         command = [sys.executable, "-m", "mini", "chess", "--json", "--log-dir", folder, *options]
-        done = subprocess.run([*map(str, command)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                              stdout=subprocess.PIPE, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [*map(str, command)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise SystemExit(f"{folder.name} ended with exit code {done.returncode}")
         result.write_text(done.stdout.splitlines()[-1])
@@ -234,16 +251,21 @@ def panel(kind: str, curves: list[list[float]], controls: dict[str, float], left
 
     parts = [text(left, 22, f"{kind}: mean reward of a step's sampled answers", "start")]
     for mark in (-0.3, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        parts += [f'<path d="M{left} {at(mark):.0f}h{width}" stroke="#8883"/>',
-                  text(left - 8, at(mark) + 4, f"{mark:.1f}")]  # fmt: skip
+        parts += [
+            f'<path d="M{left} {at(mark):.0f}h{width}" stroke="#8883"/>',
+            text(left - 8, at(mark) + 4, f"{mark:.1f}"),
+        ]
     for name, value in controls.items():
-        parts += [f'<path d="M{left} {at(value):.1f}h{width}" stroke="#666" stroke-dasharray="5 4"/>',
-                  text(left + width - 4, at(value) - 4, name)]  # fmt: skip
+        parts += [
+            f'<path d="M{left} {at(value):.1f}h{width}" stroke="#666" stroke-dasharray="5 4"/>',
+            text(left + width - 4, at(value) - 4, name),
+        ]
     for curve, colour in zip(curves, colours, strict=False):
         points = " ".join(f"{left + i / max(1, len(curve) - 1) * width:.1f},{at(y):.1f}" for i, y in enumerate(curve))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    parts += [text(left + i / 4 * width, top + height + 22, f"{round(i / 4 * len(curves[0]))}", "middle")
-              for i in range(5)]  # fmt: skip
+    parts += [
+        text(left + i / 4 * width, top + height + 22, f"{round(i / 4 * len(curves[0]))}", "middle") for i in range(5)
+    ]
     return "\n".join(parts)
 
 
@@ -268,8 +290,9 @@ def markdown(columns: dict[str, list[dict[str, Any]]]) -> str:
 def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     """The default job with each seed, then the figure and a table for the README."""
     folders = [args.output_dir / f"default-{seed}" for seed in args.seeds]
-    told = [run_job(folder, ("--seed", seed), os.cpu_count() or 1)
-            for folder, seed in zip(folders, args.seeds, strict=True)]  # fmt: skip
+    told = [
+        run_job(folder, ("--seed", seed), os.cpu_count() or 1) for folder, seed in zip(folders, args.seeds, strict=True)
+    ]
     columns = {name: [one["controls"][name] for one in told] for name in told[0]["controls"]}
     moments = ("before", "before, likeliest", "after", "supervised", "rejection")
     columns |= {name: [one[name] for one in told] for name in moments}
@@ -284,8 +307,10 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
             if name not in ("before", "after") and kind in reports[0]
         }
         panels.append(panel(kind, [read_curve(folder, f"reward/{kind}") for folder in folders], lines, 50 + 480 * i))
-    args.figure.write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 380" font-family="system-ui, '
-                           'sans-serif" font-size="13">\n' + "\n".join(panels) + "\n</svg>\n")  # fmt: skip
+    args.figure.write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 380" font-family="system-ui, '
+        'sans-serif" font-size="13">\n' + "\n".join(panels) + "\n</svg>\n"
+    )
     return {"runs": told}, True
 
 

@@ -135,8 +135,9 @@ def speed(args: Args) -> dict[str, Any]:
         for context in ("data", "model") if algo in ("grpo", "ppo") else ("data",):
             config = replace(text_defaults(algo, "published", "char"), context=context, horizon=args.horizon)
             model = GPT(replace(shape, vocab_size=tokens.size + (algo == "denoise")))
-            learner = make_learner(model, Counts(ids, tokens.size), config.lr, 1, value_head=True,
-                                   kl=KlController(config.beta_kl))  # fmt: skip
+            learner = make_learner(
+                model, Counts(ids, tokens.size), config.lr, 1, value_head=True, kl=KlController(config.beta_kl)
+            )
             name = f"{algo}, --context model" if context == "model" else algo
             steps[name] = partial(take_step, algo, learner, config)
     spent: dict[str, list[float]] = {name: [] for name in steps}
@@ -148,8 +149,10 @@ def speed(args: Args) -> dict[str, Any]:
             spent[name].append((time.process_time() - began) / (args.batch * args.horizon) * 1000)
     spent = {name: values[1:] for name, values in spent.items()}  # the first round warms up
     base = statistics.median(spent["plain loop"])
-    print(f"| {args.batch} x {args.horizon} characters a step | processor seconds per 1,000 | times the plain loop |\n"
-          "| --- | --- | --- |")  # fmt: skip
+    print(
+        f"| {args.batch} x {args.horizon} characters a step | processor seconds per 1,000 | times the plain loop |\n"
+        "| --- | --- | --- |"
+    )
     for name, values in spent.items():
         middle = statistics.median(values)
         print(f"| {name} | {middle:.3f} ({min(values):.3f} to {max(values):.3f}) | {middle / base:.2f} |")
@@ -168,8 +171,14 @@ def run(args: Args, row: str, seed: int) -> dict[str, Any]:
     known = folder / "words"  # the command of the run that result.json belongs to
     if not (known.is_file() and known.read_text().split("\n") == words):
         (folder / "checkpoint.pt").unlink(missing_ok=True)  # left over from an interrupted run
-        done = subprocess.run([sys.executable, "-m", "mini", "text", *words], cwd=ROOT, capture_output=True, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "mini", "text", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
         if done.returncode:
             raise SystemExit(f"{row}, seed {seed}: {done.stderr[-2000:]}")
         (folder / "result.json").write_text(done.stdout.splitlines()[-1])
@@ -199,8 +208,13 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axes.plot(report["bits"], report["p_right"], "o", color="black")
         axes.annotate(name, (report["bits"], report["p_right"]), (-6, -4), textcoords="offset points", ha="right")
     axes.plot([], [], ":", color=COLOURS[0], label="likelihood from there, as long")
-    axes.set(xscale="log", xlim=(1.7, 14), ylim=(0, 0.7), ylabel="probability of the right character, held out",
-             xlabel="bits per character, held out: to the left is better")  # fmt: skip
+    axes.set(
+        xscale="log",
+        xlim=(1.7, 14),
+        ylim=(0, 0.7),
+        ylabel="probability of the right character, held out",
+        xlabel="bits per character, held out: to the left is better",
+    )
     axes.set_xticks(ticks := [2, 2.5, 3, 4, 5, 6, 8, 10, 12], [*map(str, ticks)], minor=False)
     axes.minorticks_off()
     axes.legend()
@@ -220,8 +234,9 @@ def runs(args: Args) -> dict[str, Any]:
         return f"{statistics.fmean(before):.2f} → {statistics.fmean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
 
     def still(reports: list[dict[str, float]], names: tuple[str, ...]) -> str:
-        return " | ".join(f"{statistics.fmean(one[name] for one in reports):.3f}" if name in reports[0] else ""
-                          for name in names)  # fmt: skip
+        return " | ".join(
+            f"{statistics.fmean(one[name] for one in reports):.3f}" if name in reports[0] else "" for name in names
+        )
 
     names, likelihood = ("bits", "right", "p_right", "free_right"), ("bits", "right", "p_right")
     print("| | " + " | ".join(names) + " | likelihood, as long: " + " | ".join(likelihood) + " | options |")

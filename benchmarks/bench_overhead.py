@@ -49,8 +49,13 @@ class Args:
 
 def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str]]:
     """Seconds of each step, and the completions of the last one."""
-    config = replace(program.train_defaults("tiny", "stable", "none"), steps=args.steps, save_steps=args.save_steps,
-                     output_dir=folder.parent, run_name=folder.name)  # fmt: skip
+    config = replace(
+        program.train_defaults("tiny", "stable", "none"),
+        steps=args.steps,
+        save_steps=args.save_steps,
+        output_dir=folder.parent,
+        run_name=folder.name,
+    )
     model, tokenizer = program.load_model("tiny", config, lambda _: None)
     model = program.add_adapters(model, config)
     folder.mkdir()
@@ -68,8 +73,13 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     else:
         record(trainer, ends, last)
         with (folder / "log").open("w") as file:
-            watch.Progress(trainer, rollouts, programs.BackgroundGames([stage], partial(program.Evaluator, config)),
-                           folder, Console(file=file, force_terminal=True)).train()  # fmt: skip
+            watch.Progress(
+                trainer,
+                rollouts,
+                programs.BackgroundGames([stage], partial(program.Evaluator, config)),
+                folder,
+                Console(file=file, force_terminal=True),
+            ).train()
     return [after - before for before, after in pairwise(ends)], last
 
 
@@ -78,9 +88,13 @@ def bare(trainer: Any, rows: Any) -> Any:
     from trl import GRPOTrainer
 
     trainer.args.save_strategy = "no"
-    return GRPOTrainer(model=trainer.model, processing_class=trainer.processing_class, args=trainer.args,
-                       reward_funcs=[*program.REWARDS, program.ends_in_time],
-                       train_dataset=rows)  # fmt: skip
+    return GRPOTrainer(
+        model=trainer.model,
+        processing_class=trainer.processing_class,
+        args=trainer.args,
+        reward_funcs=[*program.REWARDS, program.ends_in_time],
+        train_dataset=rows,
+    )
 
 
 def record(trainer: Any, ends: list[float], last: list[str]) -> None:

@@ -182,8 +182,15 @@ def compare(source: str, args: Args, pool: Pool) -> dict[str, Any]:
         rates["ours"].append(args.strategies / ours)
         rates["usual"].append(args.strategies / usual)
     ratios = [a / b for a, b in zip(rates["ours"], rates["usual"], strict=True)]
-    return {"us_a_call": cost, **rates, "ratios": ratios, "ratio": statistics.median(ratios), "calls_alone": shares,
-            "cpu_ms_ours": cpu[0], "cpu_ms_usual": cpu[1]}  # fmt: skip
+    return {
+        "us_a_call": cost,
+        **rates,
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "calls_alone": shares,
+        "cpu_ms_ours": cpu[0],
+        "cpu_ms_usual": cpu[1],
+    }
 
 
 ROWS = {

@@ -129,8 +129,18 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
 
 def speed(args: Args, out: Path) -> dict[str, Any]:
     """Seconds of a step of 16 completions of at most 96 tokens, and peak memory, of this program and of TRL alone."""
-    numbers = {"steps": args.steps or 4, "generations": 16, "batch-size": 16, "accumulation": 1, "max-new-tokens": 96,
-               "games": 1, "best-of": 0, "held-out": "2:8", "race-games": 1, "report-to": "none"}  # fmt: skip
+    numbers = {
+        "steps": args.steps or 4,
+        "generations": 16,
+        "batch-size": 16,
+        "accumulation": 1,
+        "max-new-tokens": 96,
+        "games": 1,
+        "best-of": 0,
+        "held-out": "2:8",
+        "race-games": 1,
+        "report-to": "none",
+    }
     table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
     for way in ("ours", "trl"):
         told = run(way, out / f"speed-{way}", seed=args.seeds[0], **numbers)
@@ -139,8 +149,11 @@ def speed(args: Args, out: Path) -> dict[str, Any]:
         parts = {name: [row[f"seconds/{name}"] for row in logs] for name in ("generate", "score", "update")}
         whole = [sum(row) for row in zip(*parts.values(), strict=True)]
         found[way] = {**parts, "step": whole, "peak": told["peak"]}
-        table.add_row(way, *(f"{statistics.median(values):.1f}" for values in (*parts.values(), whole)),
-                      f"{told['peak'] / 1e9:.1f}")  # fmt: skip
+        table.add_row(
+            way,
+            *(f"{statistics.median(values):.1f}" for values in (*parts.values(), whole)),
+            f"{told['peak'] / 1e9:.1f}",
+        )
     Console(width=100).print(table)
     return found
 
@@ -194,8 +207,13 @@ class Sampled:
 
     def row(self) -> list[str]:
         """For people."""
-        return [f"{self.loads:.0%}", f"{self.distinct:.0%}", f"{self.reward:.1f}", f"{self.won:.0%}",
-                f"{self.level:.2f}"]  # fmt: skip
+        return [
+            f"{self.loads:.0%}",
+            f"{self.distinct:.0%}",
+            f"{self.reward:.1f}",
+            f"{self.won:.0%}",
+            f"{self.level:.2f}",
+        ]
 
 
 BOARDS = 128  # held-out boards, and answers of a model

@@ -45,8 +45,9 @@ def stored(name: str, weight: torch.Tensor, form: str) -> dict[str, torch.Tensor
     is_expert = bool(export.EXPERT_WEIGHTS.search(name))  # (E, in, out)
     if form == "mxfp4" and is_expert:
         packed = zip(*map(adapters.quantize_mxfp4, weight), strict=True)
-        return {f"{name}_{part}": torch.stack(tensors)
-                for part, tensors in zip(("blocks", "scales"), packed, strict=True)}  # fmt: skip
+        return {
+            f"{name}_{part}": torch.stack(tensors) for part, tensors in zip(("blocks", "scales"), packed, strict=True)
+        }
     if form != "nf4":
         return {name: weight}
     if is_expert:

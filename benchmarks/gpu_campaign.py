@@ -78,14 +78,26 @@ def run(command: tuple[object, ...], seconds: float, small: bool) -> dict[str, A
     words = [*(["tests/gpu_on_cpu.py"] if small else []), *map(str, command)]
     started = time.monotonic()
     try:
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=max(1.0, seconds), check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=max(1.0, seconds),
+            check=False,
+        )
         status, said = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:
         status, said = 124, (late.stdout or b"").decode(errors="replace")
     told = [json.loads(line) for line in said.splitlines() if line.startswith("{") and line.endswith("}")]
-    return {"words": words, "status": status, "told": told, "seconds": round(time.monotonic() - started, 1),
-            "said": said.splitlines()[-200:]}  # fmt: skip
+    return {
+        "words": words,
+        "status": status,
+        "told": told,
+        "seconds": round(time.monotonic() - started, 1),
+        "said": said.splitlines()[-200:],
+    }
 
 
 def measure(part: Part, args: Args) -> list[dict[str, Any]]:
@@ -107,9 +119,17 @@ def main(args: Args) -> int:
             failed |= done["status"] != 0
             words = " ".join(word for word in done["words"] if "/" not in word)
             for row in [told["measured"] for told in done["told"] if "measured" in told] or [None]:
-                figures = ["", "", "", "", ""] if row is None else [
-                    f"{row['tokens'] / row['generate']:.0f}", f"{row['generate'] + row['score'] + row['update']:.2f}",
-                    f"{row['forwards']:.0f}", f"{row['gap']:.1g}", f"{row['peak'] / 1e9:.1f}"]  # fmt: skip
+                figures = (
+                    ["", "", "", "", ""]
+                    if row is None
+                    else [
+                        f"{row['tokens'] / row['generate']:.0f}",
+                        f"{row['generate'] + row['score'] + row['update']:.2f}",
+                        f"{row['forwards']:.0f}",
+                        f"{row['gap']:.1g}",
+                        f"{row['peak'] / 1e9:.1f}",
+                    ]
+                )
                 table.add_row(part, words[:60], str(done["status"]), f"{done['seconds']:.0f}", *figures)
     Console(width=140).print(table)
     return int(failed)

@@ -81,8 +81,9 @@ def _of_rows(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
 function_works, no_cheating, strategy_succeeds = map(_of_rows, program.REWARDS)  # for TRL; a batch is judged once
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any],
-                  **_: Any) -> dict[str, float]:  # fmt: skip
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
+) -> dict[str, float]:
     """For verl: the score is the sum of the rewards, which are logged beside it."""
     rewards = task.judge(task.Question.read(extra_info), solution_str)[1]
     return {"score": sum(rewards.values()), **rewards}

@@ -151,7 +151,8 @@ def serve(args: Args) -> int:
     app.add_middleware(Bounded)
     # OpenEnv closes connections that their clients have closed, and uvicorn would print a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
-        lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect)))  # fmt: skip
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], WebSocketDisconnect))
+    )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again
         uvicorn.Server(uvicorn.Config(app, log_level="warning", ws_max_size=Bounded.BYTES)).run(sockets=[listener])
     return 0

@@ -107,15 +107,19 @@ def feedback(question: Question, verdict: program.Verdict) -> str:
     """The message to the author of an answer that practised: how each game ended, and the worst one's last position."""
     lines = [f"Your program did not play: {verdict.results[0].detail}."]
     if verdict.works == "load":
-        lines = [f"Board {i}: {result.outcome}, largest tile {result.max_tile}, {result.steps} moves. {result.detail}"
-                 for i, result in enumerate(verdict.results, 1)]  # fmt: skip
+        lines = [
+            f"Board {i}: {result.outcome}, largest tile {result.max_tile}, {result.steps} moves. {result.detail}"
+            for i, result in enumerate(verdict.results, 1)
+        ]
         worst = min(verdict.results, key=lambda result: result.max_tile)
         game = program.GameBoard(question.size, worst.seed, question.target)
         for move in worst.moves:
             game.move(int(move))
         lines += [f"The last position on board {verdict.results.index(worst) + 1}:", *map(str, game.board())]
-    return "\n".join([*lines, "Answer with a better program. These boards were for practice. The last answer "
-                      "counts, on other boards."])  # fmt: skip
+    lines.append(
+        "Answer with a better program. These boards were for practice. The last answer counts, on other boards."
+    )
+    return "\n".join(lines)
 
 
 def start(kind: type[Any], run: Callable[[Any], int], prog: str, argv: Sequence[str] | None = None) -> int:

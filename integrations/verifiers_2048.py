@@ -73,8 +73,10 @@ class Programs(vf.Taskset[Program, Options]):
         """Prompts in all wordings; each has boards of its own."""
         for index in range(self.config.tasks):
             question = task.Question(**vars(self.config.game), index=index, split=self.config.split)
-            yield Program(Data(prompt=question.prompt, question=dataclasses.asdict(question),
-                               turns=self.config.turns), self.config.task)  # fmt: skip
+            yield Program(
+                Data(prompt=question.prompt, question=dataclasses.asdict(question), turns=self.config.turns),
+                self.config.task,
+            )
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
@@ -83,8 +85,16 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, endpoint: str, secret: str,
-                     mcp_urls: dict[str, str], data: vf.TaskData) -> vf.ProgramResult:  # fmt: skip
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
         """Ask for the next answer."""
         system, prompt = self.resolve_prompt(data)
         messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt

@@ -425,8 +425,10 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         as_json = getattr(config, "json", False)
         with contextlib.ExitStack() as streams:
             if hasattr(config, "save_steps"):  # it trains
-                for redirect, stream in ((contextlib.redirect_stdout, sys.stdout),
-                                         (contextlib.redirect_stderr, sys.stderr)):  # fmt: skip
+                for redirect, stream in (
+                    (contextlib.redirect_stdout, sys.stdout),
+                    (contextlib.redirect_stderr, sys.stderr),
+                ):
                     streams.enter_context(redirect(Lasting(stream) if stream else None))
             if as_json:
                 streams.enter_context(contextlib.redirect_stdout(sys.stderr))

@@ -130,8 +130,11 @@ def decided_options(name: str) -> dict[str, Any]:
         return {}
     with naming(Path(name, CONFIG)):
         experts = config.get("target_parameters") or "gate_proj" in config["target_modules"]
-        return {"lora_rank": checked(config["r"], int), "lora_alpha": checked(config["lora_alpha"], int),
-                "adapt": "all" if experts else "attention"}  # fmt: skip
+        return {
+            "lora_rank": checked(config["r"], int),
+            "lora_alpha": checked(config["lora_alpha"], int),
+            "adapt": "all" if experts else "attention",
+        }
 
 
 def check_adapter(folder: Path) -> None:

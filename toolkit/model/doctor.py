@@ -195,5 +195,12 @@ def doctor(
             mark = "NO" if part in wrong else "warning" if part in warnings else "ok"
             table.add_row("fits" if part == "memory" else part, mark, text)
     console.print(table)
-    return {"machine": dataclasses.asdict(machine), "settings": rows, "versions": versions, "checks": checks,
-            "warnings": warnings, "speeds": told, "fit": not wrong}  # fmt: skip
+    return {
+        "machine": dataclasses.asdict(machine),
+        "settings": rows,
+        "versions": versions,
+        "checks": checks,
+        "warnings": warnings,
+        "speeds": told,
+        "fit": not wrong,
+    }

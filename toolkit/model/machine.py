@@ -292,8 +292,10 @@ def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
     environment = {"UNSLOTH_MXFP4_KEEP_PACKED": "0"} if choice.weights == "16bit" else {}
     ptxas = ("triton's own", "")
     if machine.capability >= (10, 0) and machine.triton < (3, 6):
-        environment |= {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
-                        "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a"}  # fmt: skip
+        environment |= {
+            "TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas",
+            "TORCH_CUDA_ARCH_LIST": f"{machine.capability[0]}.{machine.capability[1]}a",
+        }
         ptxas = ("CUDA's", f"triton {machine.triton[0]}.{machine.triton[1]} has none for this GPU")
     load = {
         "load_in_4bit": choice.weights == "4bit",
@@ -306,14 +308,23 @@ def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
         device_row(machine),
         ("memory", f"{machine.memory / 1e9:.0f} GB", "shared with the processor" if machine.unified else ""),
         ("precision", FORMS[choice.weights], choice.why),
-        ("gradient checkpointing", "on the GPU",
-         useless if machine.unified else "sequences are short: moving activations to RAM costs more time"),
-        ("embeddings", "on the GPU" if machine.unified else "in RAM if memory is tight",
-         useless if machine.unified else "Unsloth decides"),
-        ("attention", "gpt-oss: flex in training, eager in generation",
-         "flash-attn and xformers do not fit its attention sinks"),
+        (
+            "gradient checkpointing",
+            "on the GPU",
+            useless if machine.unified else "sequences are short: moving activations to RAM costs more time",
+        ),
+        (
+            "embeddings",
+            "on the GPU" if machine.unified else "in RAM if memory is tight",
+            useless if machine.unified else "Unsloth decides",
+        ),
+        (
+            "attention",
+            "gpt-oss: flex in training, eager in generation",
+            "flash-attn and xformers do not fit its attention sinks",
+        ),
         ("ptxas", *ptxas),
-    )  # fmt: skip
+    )
     return Settings(load, environment, rows)
 
 

@@ -108,7 +108,6 @@ class Jail:
 
 def limit_resources(cpu_seconds: int, memory_bytes: int) -> None:
     """Bound memory and CPU of the calling process; no files, no children, no core dump."""
-    for name, limit in (("AS", memory_bytes), ("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", 4),
-                        ("MEMLOCK", 0)):  # fmt: skip
+    for name, limit in (("AS", memory_bytes), ("FSIZE", 0), ("CORE", 0), ("NPROC", 0), ("NOFILE", 4), ("MEMLOCK", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))

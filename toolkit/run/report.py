@@ -258,8 +258,11 @@ def headline(run: Run) -> str:
     stage, played = next(iter(run.held_out.items()))
     score = played.scores[AFTER]
     sampled = run.result.get("races", {}).get("best_of_n", {}).get("sampled", "N")
-    named = {BEST: "the run's best program", BEST_OF_N: f"the best of {sampled} programs of the untrained model",
-             RANDOM: RANDOM}  # fmt: skip
+    named = {
+        BEST: "the run's best program",
+        BEST_OF_N: f"the best of {sampled} programs of the untrained model",
+        RANDOM: RANDOM,
+    }
     others = [f"{name} in {played.scores[player].won:.0%}" for player, name in named.items() if player in played.scores]
     said = (
         f"In {score.games} games on held-out {stage} boards, programs sampled from the trained model made "
@@ -466,11 +469,14 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
         scores |= {player: score for player, score in next(iter(played.values())).items() if player in same}
         tables += [score_table(stage, scores, target), *pair_tables(stage, pairs, target)]
     curves: dict[str, tuple[str, Form]] = {
-        "Reward of an answer": ("reward", "number"), "Median largest tile": ("games/largest_tile", "tile"),
-        "Board size": ("games/size", "number"), "Target": ("games/target", "tile"),
+        "Reward of an answer": ("reward", "number"),
+        "Median largest tile": ("games/largest_tile", "tile"),
+        "Board size": ("games/size", "number"),
+        "Target": ("games/target", "tile"),
         "Games that made the target": ("games/won", "percent"),
         "Answers whose program loads": ("games/works", "percent"),
-        "Answers whose program differs from the others of its group": ("games/distinct", "percent")}  # fmt: skip
+        "Answers whose program differs from the others of its group": ("games/distinct", "percent"),
+    }
     drawn: list[Part] = []
     for title, (curve, form) in curves.items():
         drawn += charts(title, {name: run.curves.get(curve, {}) for name, run in runs.items()}, form)

@@ -136,13 +136,29 @@ def command(model: str, config: ServerConfig, memory: float, port: int) -> list[
     rank = next((rank for rank in RANKS_OF_LORA if rank >= config.lora_rank), 0)
     if not rank:
         raise UsageError(f"--lora-rank {config.lora_rank} is more than vLLM's {RANKS_OF_LORA[-1]}")
-    options = {"model": model, "served-model-name": "base", "host": "127.0.0.1", "port": port, "dtype": "bfloat16",
-               "max-model-len": config.max_seq_length, "max-lora-rank": rank, "max-loras": 1,
-               "gpu-memory-utilization": f"{memory:.2f}", "generation-config": "vllm",
-               "logprobs-mode": "processed_logprobs"}  # fmt: skip
+    options = {
+        "model": model,
+        "served-model-name": "base",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "bfloat16",
+        "max-model-len": config.max_seq_length,
+        "max-lora-rank": rank,
+        "max-loras": 1,
+        "gpu-memory-utilization": f"{memory:.2f}",
+        "generation-config": "vllm",
+        "logprobs-mode": "processed_logprobs",
+    }
     if tiny.layout_of(Path(model)):  # vLLM knows gpt-oss only with YaRN; with factor 1 it changes no angle
-        rope = {"rope_type": "yarn", "rope_theta": tiny.ROPE_THETA, "factor": 1.0, "truncate": False, "beta_fast": 32.0,
-                "beta_slow": 1.0, "original_max_position_embeddings": tiny.POSITIONS}  # fmt: skip
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": tiny.ROPE_THETA,
+            "factor": 1.0,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": tiny.POSITIONS,
+        }
         options["hf-overrides"] = json.dumps({"rope_parameters": rope})
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [str(VLLM / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *words]
@@ -221,9 +237,13 @@ class Sampler:
     ) -> tuple[Any, list[list[int]], list[list[list[float]]], None]:
         """A completion of each prompt (token ids) with the log-probability of each token."""
         trainer = self._trainer
-        sampling = {"temperature": trainer.temperature, "top_p": trainer.top_p, "top_k": trainer.top_k or -1,
-                    "max_tokens": trainer.max_completion_length,
-                    "stop_token_ids": list(trainer.eos_token_ids)}  # fmt: skip
+        sampling = {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "top_k": trainer.top_k or -1,
+            "max_tokens": trainer.max_completion_length,
+            "stop_token_ids": list(trainer.eos_token_ids),
+        }
         with profiler:
             done = self._server.complete(self._name, prompts, sampling)
         return prompts, [ids for ids, _ in done], [[[value] for value in logprobs] for _, logprobs in done], None

@@ -39,9 +39,12 @@ def keep_in(run: Path, report_to: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "wandb": {"WANDB_DIR": place, "WANDB_MODE": "offline", "WANDB_PROJECT": PROJECT},
         "trackio": {"TRACKIO_DIR": place / "trackio"},
-        "mlflow": {"MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlflow.db'}", "MLFLOW_EXPERIMENT_NAME": PROJECT,
-                   "MLFLOW_DISABLE_TELEMETRY": "true"},
-    }  # fmt: skip
+        "mlflow": {
+            "MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlflow.db'}",
+            "MLFLOW_EXPERIMENT_NAME": PROJECT,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        },
+    }
     for tracker in named(report_to):
         for name, value in settings.get(tracker, {}).items():
             os.environ.setdefault(name, str(value))

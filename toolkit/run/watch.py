@@ -220,8 +220,12 @@ def show_best(run: Path, step: int, source: str, game: Mapping[str, Any]) -> Non
 
 def write_glance(writer: Any, step: StepSummary, number: int, tokens: float) -> None:
     """What matters most, in TensorBoard.  Its first tab sorts groups by name, and all other curves are in "train"."""
-    curves = {"reward": step.reward, "games won": step.won, "distinct programs": step.distinct,
-              "tokens of an answer": tokens}  # fmt: skip
+    curves = {
+        "reward": step.reward,
+        "games won": step.won,
+        "distinct programs": step.distinct,
+        "tokens of an answer": tokens,
+    }
     for name, value in curves.items():
         writer.add_scalar(f"at a glance/{name}", value, number)
 
@@ -390,9 +394,16 @@ class Progress(Observer):
         assert self._summary
         distinct, flat = (statistics.fmean(values) for values in zip(*self._summaries, strict=True))
         judged = self.steps * len(self._rollouts.last["completions"])
-        return {"steps": self.steps, "judged": judged, "minutes": round(self._spent / 60, 2),
-                "stage": self._summary.stage, "distinct": round(distinct, 4), "zero_spread": round(flat, 4),
-                "collapsed": bool(self.ended), "ended": self.ended}  # fmt: skip
+        return {
+            "steps": self.steps,
+            "judged": judged,
+            "minutes": round(self._spent / 60, 2),
+            "stage": self._summary.stage,
+            "distinct": round(distinct, 4),
+            "zero_spread": round(flat, 4),
+            "collapsed": bool(self.ended),
+            "ended": self.ended,
+        }
 
     def begin_step(self) -> None:
         """From here on the first interruption lets the step end."""
@@ -446,8 +457,13 @@ class Progress(Observer):
         self._note(step)
         seconds = {f"seconds/{name}": value for name, value in self._trainer.seconds.items()}
         took = time.perf_counter() - self._step_began
-        return {**step.curves(), **self._sampled, **seconds, "seconds/update": took - sum(seconds.values()),
-                "seconds/spent": self._spent}  # fmt: skip
+        return {
+            **step.curves(),
+            **self._sampled,
+            **seconds,
+            "seconds/update": took - sum(seconds.values()),
+            "seconds/spent": self._spent,
+        }
 
     def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""

@@ -75,8 +75,13 @@ class ChatServer(Server):
     def chat(self, name: str, prompt: str, config: Any, seed: int) -> Answer:
         """An answer to a prompt.  `config` has `reasoning`, `temperature` and `max_new_tokens`."""
         reasons = config.reasoning != "none"
-        asked = {"model": name, "messages": [{"role": "user", "content": prompt}], "seed": seed,
-                 "temperature": config.temperature, "max_tokens": config.max_new_tokens}  # fmt: skip
+        asked = {
+            "model": name,
+            "messages": [{"role": "user", "content": prompt}],
+            "seed": seed,
+            "temperature": config.temperature,
+            "max_tokens": config.max_new_tokens,
+        }
         if reasons:  # some servers refuse fields that they do not use
             asked["reasoning_effort"] = config.reasoning
         answer: Answer = self._told("/v1/chat/completions", asked, partial(read_answer, reasons=reasons))

@@ -444,5 +444,10 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     if config.push_to_hub:
         say(f"uploading to {config.push_to_hub}")
         upload(folder, config.push_to_hub, config.private)
-    return {"format": config.format, "base": base, "folder": str(folder), "hub": config.push_to_hub or None,
-            "verified": asdict(found) if found else None}  # fmt: skip
+    return {
+        "format": config.format,
+        "base": base,
+        "folder": str(folder),
+        "hub": config.push_to_hub or None,
+        "verified": asdict(found) if found else None,
+    }
