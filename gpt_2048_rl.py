@@ -1295,8 +1295,8 @@ class EvalConfig(EvalOptions, HeldOutOptions, GameOptions, ModelOptions):
 class PlayOptions:
     """Which games to play."""
 
-    file: str  # Python source that defines strategy(board), or a run's folder; after --model, a URL or what eval takes
-    model: bool = False  # ask a model: a server's (http://HOST:PORT), or one that is loaded here
+    player: str  # Python source of strategy(board), or a run's folder; after --model, a URL or what eval takes
+    model: bool = False  # the player is a model, a server's (http://HOST:PORT) or one that is loaded here
     answers: Annotated[int, (1, 1000)] = 8  # of the model; the best one's program plays
     served_name: str = ""  # the model's name at the server; default: the only one that it lists
     api_key_file: str = ""  # file that holds the server's key; default: OPENAI_API_KEY in the environment
@@ -1849,7 +1849,7 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[
     if config.model:
         source, results = ask(config, sys.modules[__name__], console)
     else:
-        source = read_strategy(Path(config.file), pool)
+        source = read_strategy(Path(config.player), pool)
         (results,) = execute_strategies(
             [source], config.seeds, config.size, config.target, config.keys, config.timeout, record=True
         )
@@ -1861,7 +1861,7 @@ def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[
         table.add_row(*map(str, (r.seed, r.outcome, r.steps, r.max_tile, r.score)), f"{r.seconds:.3f}", r.detail)
     console.print(table if results else "no answer has a program that plays")
     return {
-        "file": config.file,
+        "file": config.player,
         "source": source,
         "size": config.size,
         "target": config.target,

@@ -325,14 +325,15 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit.model import machine
 
-    plays = hasattr(config, "file") and not config.model
-    path = program_file(config.file) if plays else Path(machine.resolve_model(getattr(config, "file", config.model)))
+    plays = hasattr(config, "player") and not config.model  # a file, and no model's answer
+    name = getattr(config, "player", config.model)
+    path = program_file(name) if plays else Path(machine.resolve_model(name))
     options = own_game(path, type(config), config.reasoning)
     if not options and not plays and config.reasoning == "none":
         options = ["--max-new-tokens", str(defaults(str(path), "stable", "none").max_new_tokens)]
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:
-        config.file = made_for.file = str(path)
+        config.player = made_for.player = str(path)
     if made_for != config:
         print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)
     return made_for

@@ -107,7 +107,7 @@ def test_its_recipe_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_play_finds_the_loader_by_the_models_name() -> None:
     """Its option --model is a switch: taken for the name, it was a traceback."""
-    config = program.PlayConfig(file="smollm2", model=True)
+    config = program.PlayConfig(player="smollm2", model=True)
     assert [machine.uses_transformers(config, name) for name in ("smollm2", "tiny")] == [True, False]
 
 

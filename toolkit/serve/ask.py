@@ -100,7 +100,7 @@ def api_key(file: str) -> str:
 
 def served_answers(config: Any, prompt: str, say: Callable[[str], None]) -> Iterator[Answer]:
     """A server's answers, one after the other."""
-    server = ChatServer(config.file, api_key(config.api_key_file))
+    server = ChatServer(config.player, api_key(config.api_key_file))
     name = config.served_name or server.only_model()
     say(f"asking {visible(name)[:200]} for {config.answers} programs")
     for number in range(config.answers):
@@ -109,7 +109,7 @@ def served_answers(config: Any, prompt: str, say: Callable[[str], None]) -> Iter
 
 def local_answers(config: Any, prompt: str, program: Any, say: Callable[[str], None]) -> Iterator[Answer]:
     """The answers of a model that is loaded here, sampled together, as in an evaluation."""
-    name = machine.resolve_model(config.file)
+    name = machine.resolve_model(config.player)
     machine.check_model(name, config.reasoning, config.max_seq_length)
     model, tokenizer = program.load_model(name, config, say)
     for text in program.sample_completions(model, tokenizer, [prompt] * config.answers, config):
@@ -137,7 +137,7 @@ def best_program(config: Any, program: Any, console: Console) -> tuple[str | Non
     """
     say = partial(console.print, soft_wrap=True)
     prompt = program.build_prompt(config.size, config.target, config.keys, -1, config.example)  # as in an evaluation
-    if URL.match(config.file):
+    if URL.match(config.player):
         answers = served_answers(config, prompt, say)
     else:
         answers = local_answers(config, prompt, program, say)
