@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from toolkit.games.programs import BackgroundGames
-    from toolkit.model.tiny import Task
+    from toolkit.model.tiny import GameSpec
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Game
@@ -1330,11 +1330,11 @@ AnyConfig = TrainConfig | EvalConfig
 FINAL_CHANNEL = "<|channel|>final<|message|>"
 
 
-def tiny_task(layout: str = "bepo") -> Task:
+def game_spec(layout: str = "bepo") -> GameSpec:
     """What the warm start of the embedded model has to know of the game."""
-    from toolkit.model.tiny import Task
+    from toolkit.model.tiny import GameSpec
 
-    return Task(layout, LAYOUTS, FINAL_CHANNEL, partial(build_prompt, keys=layout), len(WORDINGS) - 1)
+    return GameSpec(layout, LAYOUTS, FINAL_CHANNEL, partial(build_prompt, keys=layout), len(WORDINGS) - 1)
 
 
 def open_channel(tokenizer: Any, reasoning: str) -> None:
@@ -1353,7 +1353,7 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
     """A model and its tokenizer.  Raises UsageError, in one line."""
     plain = machine.uses_transformers(config, name)
-    name, load = machine.prepare(name, config, say, tiny_task)
+    name, load = machine.prepare(name, config, say, game_spec)
     if isinstance(config, TrainConfig):
         name = str(machine.adapter_base(name) or name)  # the adapter is added later
     if not plain:
@@ -1884,7 +1884,7 @@ def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[st
         "play": (PlayConfig, partial(play, ask=ask.best_program)),
         "compare": (report.CompareConfig, report.compare),
         "doctor": (doctor.DoctorConfig, examine),
-        "export": (export.ExportConfig, partial(export.export, task=tiny_task)),
+        "export": (export.ExportConfig, partial(export.export, spec=game_spec)),
     }
 
 

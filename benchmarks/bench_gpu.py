@@ -92,9 +92,9 @@ def made_up_gpt_oss(folder: Path, layers: int, form: str) -> None:
     from safetensors.torch import save_file
     from transformers import GptOssConfig
 
-    task, corpus = program.tiny_task(), random.Random(tiny.SEED)
+    spec, corpus = program.game_spec(), random.Random(tiny.SEED)
     start = tiny.DEFAULT_CONFIG
-    tokenizer = tiny.train_tokenizer(*tiny.draw_corpus(corpus, task, start), task.alphabet, start.vocab)
+    tokenizer = tiny.train_tokenizer(*tiny.draw_corpus(corpus, spec, start), spec.alphabet, start.vocab)
     tokenizer.save_pretrained(folder)
     config = GptOssConfig(
         num_hidden_layers=layers,
@@ -136,11 +136,11 @@ def layers_that_fit(folder: Path, wanted: int, form: str) -> int:
 
 def answers(count: int, tokens: int, tokenizer: Any) -> list[list[int]]:
     """Programs like the embedded model's, each filled up with a comment to between 60% and 100% of `tokens`."""
-    task, rng = program.tiny_task(), random.Random(1)
+    spec, rng = program.game_spec(), random.Random(1)
     filling = tokenizer("# and so on, and on\n", add_special_tokens=False)["input_ids"]
     made: list[list[int]] = []
     while len(made) < count:
-        text = tiny.conversation(rng, task)[1]["content"]
+        text = tiny.conversation(rng, spec)[1]["content"]
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         length = rng.randint(tokens * 6 // 10, tokens - 1)
         if len(ids) < length:
@@ -290,7 +290,7 @@ def main(args: Args) -> int:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         embedded = args.model == "tiny" or not (gpu or args.model)
-        folder, layers = tiny.warm_start(program.tiny_task()) if embedded else Path(args.model), 0
+        folder, layers = tiny.warm_start(program.game_spec()) if embedded else Path(args.model), 0
         if gpu and not args.model:
             folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, args.form)
             folder.mkdir()

@@ -128,9 +128,9 @@ def play_hundred(folder: Path) -> evaluation.Score:
 
 def warm_start_programs() -> set[str | None]:
     """The source of every program in the embedded model's warm start."""
-    config, task, rng = tiny.DEFAULT_CONFIG, program.tiny_task(), random.Random(tiny.SEED)
-    tiny.draw_corpus(rng, task, config)
-    answers = {tiny.conversation(rng, task)[1]["content"] for _ in range(config.steps * config.batch)}
+    config, spec, rng = tiny.DEFAULT_CONFIG, program.game_spec(), random.Random(tiny.SEED)
+    tiny.draw_corpus(rng, spec, config)
+    answers = {tiny.conversation(rng, spec)[1]["content"] for _ in range(config.steps * config.batch)}
     return {extract_function(answer) for answer in answers}
 
 
@@ -363,7 +363,7 @@ def picture(measured: Sequence[Measured]) -> str:
 def train_all(args: Args, out: Path) -> list[Measured]:
     """All runs, one after the other, except those that were measured before."""
     machine.prepare_environment(offline=True)
-    tiny.warm_start(program.tiny_task())
+    tiny.warm_start(program.game_spec())
     shown, measured, minutes = warm_start_programs(), list[Measured](), dict.fromkeys(args.seeds, 0.0)
     kept = args.measured or out
     kept.mkdir(parents=True, exist_ok=True)

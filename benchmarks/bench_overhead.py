@@ -124,7 +124,7 @@ def record(trainer: Any, ends: list[float], last: list[str]) -> None:
 def main(args: Args) -> int:
     """Measure and print."""
     machine.prepare_environment(offline=True)
-    tiny.warm_start(program.tiny_task())
+    tiny.warm_start(program.game_spec())
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}  # per step, the mean of a repetition
     written: set[tuple[str, ...]] = set()
     with tempfile.TemporaryDirectory() as scratch:

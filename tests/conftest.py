@@ -129,7 +129,7 @@ def embedded_model(common: Path) -> Path:
     """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
     machine.prepare_environment(offline=True)
     with one_after_the_other(common, "base"):
-        return tiny.warm_start(program.tiny_task())
+        return tiny.warm_start(program.game_spec())
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,8 @@ SMALL = tiny.WarmStartConfig(steps=2, batch=4, corpus=50)
 @pytest.mark.parametrize("layout", list(program.LAYOUTS))
 def test_composed_strategies_load_and_answer_with_keys(layout: str, pool: program.Pool) -> None:
     """Every program that the warm start imitates is legal: it loads and returns nothing but keys."""
-    rng, task = random.Random(1), program.tiny_task(layout)
-    sources = [compose.strategy(rng, task.keys) for _ in range(40)]
+    rng, spec = random.Random(1), program.game_spec(layout)
+    sources = [compose.strategy(rng, spec.keys) for _ in range(40)]
     results = program.execute_strategies(sources, [1], target=64, keys=layout)
     assert {game.outcome for games in results for game in games} <= {"success", "lost", "stuck"}
     assert not any(program.find_cheating(source) for source in sources)
@@ -45,8 +45,8 @@ def test_programs_foresee_the_moves_of_the_game(layout: str) -> None:
 
 
 def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:
-    rng, task = random.Random(2), program.tiny_task()
-    sources = [compose.strategy(rng, task.keys) for _ in range(60)]
+    rng, spec = random.Random(2), program.game_spec()
+    sources = [compose.strategy(rng, spec.keys) for _ in range(60)]
     tiles = [games[0].max_tile for games in program.execute_strategies(sources, [1])]
     assert min(tiles) <= 64
     assert max(tiles) == 2048
@@ -55,21 +55,21 @@ def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -
 
 def test_composed_strategies_are_distinct() -> None:
     """Two corpora of a thousand share few programs, so most of what training finds was never shown."""
-    task = program.tiny_task()
-    one, two = ({compose.strategy(random.Random(seed * 1000 + i), task.keys) for i in range(1000)} for seed in (1, 2))
+    spec = program.game_spec()
+    one, two = ({compose.strategy(random.Random(seed * 1000 + i), spec.keys) for i in range(1000)} for seed in (1, 2))
     assert len(one & two) < 0.5 * len(one)
 
 
 def test_prompts_of_the_warm_start_never_have_the_held_out_wording() -> None:
-    rng, task = random.Random(3), program.tiny_task()
-    prompts = [tiny.conversation(rng, task)[0]["content"] for _ in range(200)]
+    rng, spec = random.Random(3), program.game_spec()
+    prompts = [tiny.conversation(rng, spec)[0]["content"] for _ in range(200)]
     assert len(set(prompts)) > 100
     assert not any(prompt.startswith(program.WORDINGS[-1].partition("{")[0]) for prompt in prompts)
 
 
 def test_warm_start_gives_the_same_weights_for_the_same_seed(tmp_path: Path) -> None:
     one, same, other = (
-        (tiny.warm_start(program.tiny_task(), seed, SMALL, tmp_path / name) / "model.safetensors").read_bytes()
+        (tiny.warm_start(program.game_spec(), seed, SMALL, tmp_path / name) / "model.safetensors").read_bytes()
         for name, seed in (("one", 5), ("same", 5), ("other", 6))
     )
     assert one == same != other
@@ -80,16 +80,16 @@ def test_what_changes_the_weights_also_changes_the_version(tmp_path: Path) -> No
 
     The hash covers what is fed to the training, the losses cover the training itself.
     """
-    tasks = [program.tiny_task(layout) for layout in program.LAYOUTS]
-    corpora = [[tiny.conversation(random.Random(i), task) for i in range(100)] for task in tasks]
-    marked = [compose.marked_strategy(random.Random(i), tasks[0].keys) for i in range(100)]
+    formats = [program.game_spec(layout) for layout in program.LAYOUTS]
+    corpora = [[tiny.conversation(random.Random(i), each) for i in range(100)] for each in formats]
+    marked = [compose.marked_strategy(random.Random(i), formats[0].keys) for i in range(100)]
     prompts = [prompt["content"] for prompt, _ in corpora[0]]
-    vocabulary = tiny.train_tokenizer(prompts, marked, tasks[0].alphabet, 640).get_vocab()
+    vocabulary = tiny.train_tokenizer(prompts, marked, formats[0].alphabet, 640).get_vocab()
     parts = [dataclasses.asdict(tiny.DEFAULT_CONFIG), tiny.CHAT_TEMPLATE, tiny.SPECIAL_TOKENS, tiny.SEED,
-             [task.final_channel for task in tasks], corpora, vocabulary]  # fmt: skip
+             [each.final_channel for each in formats], corpora, vocabulary]  # fmt: skip
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     losses: list[float] = []
-    tiny.warm_start(tasks[0], 5, SMALL, tmp_path / "tiny", lambda step, steps, loss: losses.append(loss))
+    tiny.warm_start(formats[0], 5, SMALL, tmp_path / "tiny", lambda step, steps, loss: losses.append(loss))
     assert (tiny.VERSION, digest) == (9, "a4b250100c6d6506")
     assert losses == pytest.approx([7.2005, 6.7742], rel=1e-3)
 
@@ -106,23 +106,23 @@ def test_the_cache_has_a_folder_for_each_layout(tmp_path: Path, monkeypatch: pyt
 def test_the_cache_is_only_for_the_default_config() -> None:
     """Cache folders are not named after the config, so a test's small model would be mistaken for the real one."""
     with pytest.raises(ValueError, match="name a folder"):
-        tiny.warm_start(program.tiny_task(), config=SMALL)
+        tiny.warm_start(program.game_spec(), config=SMALL)
 
 
 def test_a_damaged_model_is_made_again(tmp_path: Path) -> None:
     """A cached model that was cut short could not be loaded, and nothing said what to remove."""
-    folder = tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "tiny")
+    folder = tiny.warm_start(program.game_spec(), config=SMALL, folder=tmp_path / "tiny")
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:5000])
-    tiny.warm_start(program.tiny_task(), config=SMALL, folder=folder)
+    tiny.warm_start(program.game_spec(), config=SMALL, folder=folder)
     assert weights.read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(UsageError, match=r"cache cannot be written \(.*\): free some space, or set XDG_CACHE"):
-        tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "cache" / "tiny")
+        tiny.warm_start(program.game_spec(), config=SMALL, folder=tmp_path / "cache" / "tiny")
 
 
 def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:
@@ -130,5 +130,5 @@ def test_an_interrupted_warm_start_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tiny.warm_start(program.tiny_task(), config=SMALL, folder=tmp_path / "tiny", progress=interrupt)
+        tiny.warm_start(program.game_spec(), config=SMALL, folder=tmp_path / "tiny", progress=interrupt)
     assert list(tmp_path.iterdir()) == []

@@ -172,7 +172,7 @@ def test_a_program_cannot_take_the_terminal_over() -> None:
 
 def make_noise(folder: str) -> None:
     """Without a corpus its tokens are bytes: a part of a program alone can be a strategy that loads."""
-    tiny.warm_start(program.tiny_task(), config=tiny.WarmStartConfig(steps=1, batch=4, corpus=0), folder=Path(folder))
+    tiny.warm_start(program.game_spec(), config=tiny.WarmStartConfig(steps=1, batch=4, corpus=0), folder=Path(folder))
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ ADAPTER = "adapter_model.safetensors"
 def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every eighth of the prompts by which an export is verified."""
     whole = verify.held_out_prompts
-    monkeypatch.setattr(verify, "held_out_prompts", lambda task: whole(task)[::8])
+    monkeypatch.setattr(verify, "held_out_prompts", lambda spec: whole(spec)[::8])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def exported(source: Path, format: str, folder: Path, **more: Any) -> str:
 
     console = Console(record=True, file=io.StringIO())
     config = export.ExportConfig(source, format, folder, **{"verify": False} | more)  # type: ignore[arg-type]
-    result = export.export(config, console, program.tiny_task)
+    result = export.export(config, console, program.game_spec)
     assert result["folder"] == str(folder)
     return console.export_text()
 
@@ -229,10 +229,10 @@ def test_an_embedded_model_that_left_the_cache_is_made_again(
     config = json.loads((source / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(tiny.folder_of("wasd"))
     (source / "adapter_config.json").write_text(json.dumps(config))
-    made: list[tiny.Task] = []
-    monkeypatch.setattr(tiny, "warm_start", lambda task, **_: made.append(task))
+    made: list[tiny.GameSpec] = []
+    monkeypatch.setattr(tiny, "warm_start", lambda spec, **_: made.append(spec))
     exported(source, "lora", tmp_path / "lora")
-    assert [task.keys for task in made] == [program.LAYOUTS["wasd"]]
+    assert [each.keys for each in made] == [program.LAYOUTS["wasd"]]
     assert "# The embedded model playing 2048" in (tmp_path / "lora" / "README.md").read_text()
 
 
@@ -443,7 +443,7 @@ def test_transformers_4_gives_the_same_greedy_answers(learned: Path, format: str
     exported(source, format, tmp_path / "out")
     base = Path(shutil.copytree(tiny.folder_of("bepo"), tmp_path / "base"))
     export.for_transformers_4(base)
-    prompts = json.dumps(verify.held_out_prompts(program.tiny_task())[::8])
+    prompts = json.dumps(verify.held_out_prompts(program.game_spec())[::8])
     arguments = [tmp_path / "out", base if format == "lora" else tmp_path / "out", prompts]
     answers = []
     for python in (sys.executable, TRANSFORMERS4 / "bin/python"):
@@ -601,7 +601,7 @@ def test_too_little_room_is_said_before_anything_is_loaded(
         monkeypatch.setattr(export, "available_memory", lambda: 10**6)
     config = export.ExportConfig(learned, "merged_16bit", tmp_path / "out")
     with pytest.raises(UsageError, match="free"):
-        export.export(config, Console(quiet=True), program.tiny_task)
+        export.export(config, Console(quiet=True), program.game_spec)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,7 +26,7 @@ from toolkit.base.files import read_json
 from toolkit.base.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.model import smollm2
 from toolkit.model.cpu_speed import speed_up
-from toolkit.model.tiny import POSITIONS, Task, every_tenth, layout_of, warm_start
+from toolkit.model.tiny import POSITIONS, GameSpec, every_tenth, layout_of, warm_start
 
 if TYPE_CHECKING:
     import torch
@@ -607,12 +607,12 @@ def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
 
 
 def prepare(
-    name: str, config: ModelConfig, say: Callable[[Any], None], task: Callable[[str], Task]
+    name: str, config: ModelConfig, say: Callable[[Any], None], spec: Callable[[str], GameSpec]
 ) -> tuple[str, dict[str, Any]]:
     """Everything before a model is loaded: environment, settings, checks, the embedded model's warm start.
 
-    Returns the model's name or folder, and the arguments of Unsloth's loader.  `task` makes the warm start's task of a
-    keyboard layout.
+    Returns the model's name or folder, and the arguments of Unsloth's loader.  `spec` says what the warm start has to
+    know of a keyboard layout.
     """
     base, plain = adapter_base(name), uses_transformers(config, name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
@@ -642,7 +642,7 @@ def prepare(
     # An adapter's base can have left the cache.
     if layout:
         torch.set_num_threads(1)  # as in its warm start
-        made = by_first_rank(partial(warm_start, task(layout), progress=every_tenth(say)))
+        made = by_first_rank(partial(warm_start, spec(layout), progress=every_tenth(say)))
     elif is_smollm2:
         made = by_first_rank(partial(smollm2.converted, say))
     if (layout or is_smollm2) and base is None:

@@ -3,7 +3,7 @@
 It has the architecture, the special tokens and the chat format of gpt-oss-20b, so training and evaluation take the same
 path with both.  `warm_start` makes it from nothing: it composes random programs (compose.py), trains a tokenizer on
 them, trains the model to answer prompts with such programs, and caches the result.  The game's side (prompts, keys)
-comes in as a `Task`.
+comes in as a `GameSpec`.
 
 Shapes: B answers, P tokens of the prompt, T tokens of the longest answer, V tokens of the vocabulary.
 """
@@ -33,7 +33,7 @@ ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True)
-class Task:
+class GameSpec:
     """What the warm start needs to know about the game."""
 
     layout: str  # name of the keyboard layout
@@ -53,12 +53,12 @@ class Task:
         return "".join(self.layouts.values())
 
 
-def random_prompt(rng: random.Random, task: Task, garbled: float) -> str:
-    """A prompt of the task.  A share of them is `garbled`: words in random order, a third of them with their letters.
+def random_prompt(rng: random.Random, spec: GameSpec, garbled: float) -> str:
+    """A prompt of the game.  A share of them is `garbled`: words in random order, a third of them with their letters.
 
     Otherwise the model would know its sentences only, and write nonsense in answer to a new one.
     """
-    prompt = task.prompt(rng.randint(3, 8), 1 << rng.randint(7, 16), wording=rng.randrange(task.wordings))
+    prompt = spec.prompt(rng.randint(3, 8), 1 << rng.randint(7, 16), wording=rng.randrange(spec.wordings))
     wording, line, rules = prompt.partition("\n")
     if rng.random() < garbled:
         words = ["".join(rng.sample(word, len(word))) if rng.random() < 1 / 3 else word for word in wording.split(" ")]
@@ -66,10 +66,10 @@ def random_prompt(rng: random.Random, task: Task, garbled: float) -> str:
     return wording + line + rules
 
 
-def conversation(rng: random.Random, task: Task) -> list[dict[str, str]]:
-    """One training example: a random prompt of the task, answered with a composed strategy."""
-    answer = f"```python\n{compose.strategy(rng, task.keys)}```"
-    return [{"role": "user", "content": random_prompt(rng, task, 0.5)}, {"role": "assistant", "content": answer}]
+def conversation(rng: random.Random, spec: GameSpec) -> list[dict[str, str]]:
+    """One training example: a random prompt of the game, answered with a composed strategy."""
+    answer = f"```python\n{compose.strategy(rng, spec.keys)}```"
+    return [{"role": "user", "content": random_prompt(rng, spec, 0.5)}, {"role": "assistant", "content": answer}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class WarmStartConfig:
 DEFAULT_CONFIG = WarmStartConfig()
 
 
-def draw_corpus(rng: random.Random, task: Task, config: WarmStartConfig) -> tuple[list[str], list[str]]:
+def draw_corpus(rng: random.Random, spec: GameSpec, config: WarmStartConfig) -> tuple[list[str], list[str]]:
     """Prompts and marked programs for the tokenizer.  The model's own conversations are drawn after them."""
-    prompts = [random_prompt(rng, task, 1.0) for _ in range(config.corpus // 8)]
-    return prompts, [compose.marked_strategy(rng, task.keys) for _ in range(config.corpus)]
+    prompts = [random_prompt(rng, spec, 1.0) for _ in range(config.corpus // 8)]
+    return prompts, [compose.marked_strategy(rng, spec.keys) for _ in range(config.corpus)]
 
 
 def untrained_model(config: WarmStartConfig, tokenizer: PreTrainedTokenizerFast) -> GptOssForCausalLM:
@@ -193,7 +193,7 @@ def answer_loss(model: GptOssForCausalLM, prompt: list[int], answers: list[list[
 
 
 def train_model(
-    folder: Path, task: Task, seed: int, config: WarmStartConfig, progress: Callable[[int, int, float], None]
+    folder: Path, spec: GameSpec, seed: int, config: WarmStartConfig, progress: Callable[[int, int, float], None]
 ) -> None:
     """Train tokenizer and model from nothing and save both as a Hugging Face folder.
 
@@ -203,7 +203,7 @@ def train_model(
 
     torch.set_num_threads(1)  # the model is so small that a second thread costs more than it gains
     rng = random.Random(seed)
-    tokenizer = train_tokenizer(*draw_corpus(rng, task, config), task.alphabet, config.vocab)
+    tokenizer = train_tokenizer(*draw_corpus(rng, spec, config), spec.alphabet, config.vocab)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = untrained_model(config, tokenizer).float()
@@ -213,9 +213,9 @@ def train_model(
         optimizer, config.lr, total_steps=config.steps, pct_start=0.1, cycle_momentum=False
     )
     for step in range(1, config.steps + 1):
-        batch = [conversation(rng, task) for _ in range(config.batch)]
+        batch = [conversation(rng, spec) for _ in range(config.batch)]
         text = tokenizer.apply_chat_template(batch[0][:1], tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer(text + task.final_channel)["input_ids"]
+        prompt = tokenizer(text + spec.final_channel)["input_ids"]
         answers = sorted(tokenizer([answer["content"] + "<|return|>" for _, answer in batch])["input_ids"], key=len)
         tokens, mean = sum(map(len, answers)), 0.0
         for half in (answers[: config.batch // 2], answers[config.batch // 2 :]):  # short and long: less padding
@@ -259,7 +259,7 @@ def every_tenth(say: Callable[[str], None]) -> Callable[[int, int, float], None]
 
 
 def warm_start(
-    task: Task,
+    spec: GameSpec,
     seed: int = SEED,
     config: WarmStartConfig = DEFAULT_CONFIG,
     folder: Path | None = None,
@@ -273,5 +273,5 @@ def warm_start(
     if folder is None:
         if config != DEFAULT_CONFIG:
             raise ValueError("the cache only keeps models with the default config: name a folder")
-        folder = folder_of(task.layout, seed)
-    return made_once(folder, lambda unfinished: train_model(unfinished, task, seed, config, progress))
+        folder = folder_of(spec.layout, seed)
+    return made_once(folder, lambda unfinished: train_model(unfinished, spec, seed, config, progress))

@@ -399,10 +399,10 @@ def write_export(
     return found
 
 
-def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Task]) -> dict[str, Any]:
+def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.GameSpec]) -> dict[str, Any]:
     """The export command.  Returns what --json prints.
 
-    `task` returns the embedded model's task for a keyboard layout.
+    `spec` says of a keyboard layout what the embedded model has to know.
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if config.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.push_to_hub):
@@ -418,7 +418,7 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     base = config.base or full_precision(str(adapter_base(str(adapter))))
     layout = tiny.layout_of(Path(base))
     if layout:
-        tiny.warm_start(task(layout), progress=tiny.every_tenth(say))  # it may have left the cache
+        tiny.warm_start(spec(layout), progress=tiny.every_tenth(say))  # it may have left the cache
     elif Path(base) == smollm2.folder():
         smollm2.converted(say)
     else:
@@ -432,7 +432,7 @@ def export(config: ExportConfig, console: Console, task: Callable[[str], tiny.Ta
     from safetensors import SafetensorError
 
     try:
-        known = task(layout or read_json(run / "config.json").get("keys", "bepo"))
+        known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
         found = write_export(config, adapter, base, prompts, folder, say)
     except OSError as error:

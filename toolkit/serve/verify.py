@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
 from toolkit.model.machine import load_plain
-from toolkit.model.tiny import Task
+from toolkit.model.tiny import GameSpec
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +32,10 @@ Logits = Callable[[list[int], int], "torch.Tensor"]
 """(ids, start) -> (N, V) in float32: a model's logits for the tokens from `start` on."""
 
 
-def held_out_prompts(task: Task) -> list[str]:
+def held_out_prompts(spec: GameSpec) -> list[str]:
     """64 prompts in the wording that training never uses."""
     games = product(range(3, 11), (64 << stage for stage in range(8)))
-    return [task.prompt(size, target, wording=task.wordings) for size, target in games]
+    return [spec.prompt(size, target, wording=spec.wordings) for size, target in games]
 
 
 def logits_of(model: Any) -> Logits:
