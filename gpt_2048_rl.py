@@ -1631,13 +1631,6 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
     return batch | {"advantages": advantages * kept * every / some}
 
 
-def smaller_passes(config: TrainConfig) -> str:
-    """Options for an update that needs less memory and makes the same steps up to rounding, or ""."""
-    together = config.batch_size * config.accumulation
-    less = next((size for size in range(config.batch_size // 2, 0, -1) if together % size == 0), 0)
-    return f"--batch-size {less} --accumulation {together // less}" if less else ""
-
-
 def skip_steps(trainer: Any, rollouts: Rollouts, config: TrainConfig) -> Any:
     """A callback that leaves out optimizer steps.  Without a gradient, momentum or an entropy bonus alone would move
     the weights at random.  A gradient that is not finite would ruin them for good."""
@@ -1691,7 +1684,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             doing = f"the model was updated with {config.batch_size} completions at a time"
-            smaller = smaller_passes(config)
+            smaller = machine.smaller_passes(config.batch_size, config.accumulation)
             with machine.naming_memory(doing, smaller or "fewer --max-new-tokens", resume_with=smaller):
                 return super().training_step(*args, **kwargs)
 

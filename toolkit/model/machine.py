@@ -707,6 +707,13 @@ def naming_memory(doing: str, remedy: str, resume_with: str = "") -> Iterator[No
         raise
 
 
+def smaller_passes(batch_size: int, accumulation: int) -> str:
+    """Options for an update that needs less memory and makes the same steps up to rounding, or ""."""
+    together = batch_size * accumulation
+    less = next((size for size in range(batch_size // 2, 0, -1) if together % size == 0), 0)
+    return f"--batch-size {less} --accumulation {together // less}" if less else ""
+
+
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
     import torch
