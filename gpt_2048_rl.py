@@ -1653,12 +1653,12 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
     class Trainer(AtomicCheckpoints, GRPOTrainer):  # type: ignore[misc]
         run_folder, keep_checkpoints = run, config.keep
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
+        def __init__(self, observer: watch.Observer, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.observer = observer
             self.add_callback(skip_steps(self, rollouts, config))
             self.gradient_norm = 0.0  # of the last step, before clipping
             self.seconds: dict[str, float] = {}  # of the last step, by its part
-            self.observer = watch.Observer()
 
         def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
             began = time.perf_counter()
@@ -1703,13 +1703,22 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
     return Trainer
 
 
-def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rollouts: Rollouts, rows: Any) -> Any:
+def make_trainer(
+    model: Any,
+    tokenizer: Any,
+    config: TrainConfig,
+    run: Path,
+    rollouts: Rollouts,
+    rows: Any,
+    observer: watch.Observer | None = None,
+) -> Any:
     """The trainer, as the config says; `rows` is the dataset."""
     import torch
     from trl import GRPOConfig
 
     gpu, plain = torch.cuda.is_available(), config.loader == "transformers"
     decay = int(config.decay_steps if config.decay_steps >= 1 else config.decay_steps * config.steps)
+    weights = {**dict.fromkeys(REWARDS, 1.0), ends_in_time: config.cut_off_price}
     same = ("temperature", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "loss_type",
             "scale_rewards", "entropy_coef", "beta", "save_steps")  # fmt: skip
     arguments = GRPOConfig(
@@ -1725,7 +1734,7 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         max_completion_length=config.max_new_tokens,
         seed=config.seed,
         chat_template_kwargs=template_arguments(config.reasoning),
-        reward_weights=[1.0, 1.0, 1.0, config.cut_off_price],
+        reward_weights=[*weights.values()],
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
@@ -1741,11 +1750,12 @@ def make_trainer(model: Any, tokenizer: Any, config: TrainConfig, run: Path, rol
         dataloader_pin_memory=gpu,
     )
     return trainer_class(rollouts, config, run)(
+        observer=observer or watch.Observer(),
         model=model,
         processing_class=tokenizer,
         args=arguments,
         train_dataset=rows,
-        reward_funcs=[*REWARDS, ends_in_time],
+        reward_funcs=[*weights],
     )
 
 
@@ -1756,9 +1766,9 @@ def learn(
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
-    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder))
-    progress = watch.Progress(trainer, rollouts, games, run, console)
-    progress.train()
+    progress = watch.Progress(rollouts, games, run, console)
+    trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
+    progress.train(trainer)
     weights = ranks.whole_weights(trainer)
     if RANK == 0:
         model.save_pretrained(run / "adapter", state_dict=weights)

@@ -260,11 +260,11 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         ladder = program.Ladder([stage])
         rollouts = program.Rollouts(scratch / "rollouts.jsonl", config, ladder)
         rows = program.training_set(config, ladder)
-        trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows)
         games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
-        progress = watch.Progress(trainer, rollouts, games, scratch, Console(stderr=True))  # tells steps as they end
+        progress = watch.Progress(rollouts, games, scratch, Console(stderr=True))  # tells steps as they end
+        trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows, progress)
         with forced(model, texts), counting(model) as passes:
-            progress.train()
+            progress.train(trainer)
         steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
         generate, score, update, gap = (
             statistics.median(step[name] for step in steps)

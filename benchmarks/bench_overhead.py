@@ -63,23 +63,19 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
     ladder = program.Ladder([stage])
     rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)
     rows = program.training_set(config, ladder)
-    trainer = program.make_trainer(model, tokenizer, config, folder, rollouts, rows)
     ends: list[float] = []
     last: list[str] = []
     if side == "trl":
-        trainer = bare(trainer, rows)
+        trainer = bare(program.make_trainer(model, tokenizer, config, folder, rollouts, rows), rows)
         record(trainer, ends, last)
         trainer.train()
     else:
-        record(trainer, ends, last)
+        games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
         with (folder / "log").open("w") as file:
-            watch.Progress(
-                trainer,
-                rollouts,
-                programs.BackgroundGames([stage], partial(program.Evaluator, config)),
-                folder,
-                Console(file=file, force_terminal=True),
-            ).train()
+            progress = watch.Progress(rollouts, games, folder, Console(file=file, force_terminal=True))
+            trainer = program.make_trainer(model, tokenizer, config, folder, rollouts, rows, progress)
+            record(trainer, ends, last)
+            progress.train(trainer)
     return [after - before for before, after in pairwise(ends)], last
 
 

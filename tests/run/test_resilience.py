@@ -140,8 +140,8 @@ class TrainsNoFurther:
         self.remove_callback = self.add_callback = self.train = lambda *_, **__: None
 
 
-def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> Any:
-    """A trainer whose run goes on after these lines of rollouts.jsonl, with a checkpoint every second step."""
+def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> watch.Progress:
+    """The progress of a run that goes on after these lines of rollouts.jsonl, with a checkpoint every second step."""
     config = program.TrainConfig(generations=2, save_steps=2)
     (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoint = run / UNFINISHED / f"checkpoint-{len(rows)}"
@@ -152,8 +152,9 @@ def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> Any
     rollouts = program.Rollouts(run / "rollouts.jsonl", config, ladder)
     trainer, console = TrainsNoFurther(len(rows)), Console(quiet=True)
     games = programs.BackgroundGames([(6, 64)], partial(program.Evaluator, config))
-    watch.Progress(trainer, rollouts, games, run, console).train()
-    return trainer
+    progress = watch.Progress(rollouts, games, run, console)
+    progress.train(trainer)
+    return progress
 
 
 def check_the_ladder(folder: str) -> None:
@@ -181,7 +182,7 @@ def check_the_best_checkpoint(folder: str) -> None:
         rows = [won_step(step, large if tile == 64 else small) for step, tile in enumerate(tiles, 1)]
         for row, tile in zip(rows, tiles, strict=True):
             row["completions"][0]["results"][0]["max_tile"] = tile
-        assert resume(run, rows, program.Ladder([large, small])).observer.is_best() is best
+        assert resume(run, rows, program.Ladder([large, small])).is_best() is best
 
 
 def test_the_best_checkpoint_has_the_largest_tiles_of_the_last_stage(tmp_path: Path) -> None:

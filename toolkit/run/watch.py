@@ -326,11 +326,9 @@ class Progress(Observer):
     Nothing of this is kept in checkpoints: rollouts.jsonl and the trainer's own log have all of it.
     """
 
-    def __init__(
-        self, trainer: Any, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console
-    ) -> None:
+    def __init__(self, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console) -> None:
         """`games` are played beside training."""
-        self._trainer, self._rollouts = trainer, rollouts
+        self._rollouts = rollouts
         self.games, self.evaluator, self.run = games, games.first, run
         self._config: WatchedConfig = self.evaluator.config
         self._random_won = cache(lambda size, target: random_moves_win(self.evaluator.at(size, target)))
@@ -341,9 +339,8 @@ class Progress(Observer):
         self._summaries: list[tuple[float, float]] = []  # distinct and flat of every step
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
-        self._recorder, self._sampled = Recorder(trainer.model), dict[str, float]()
+        self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
-        trainer.observer = self
 
     @property
     def steps(self) -> int:
@@ -360,12 +357,16 @@ class Progress(Observer):
         """The signal that ended the run on any rank; 0: none."""
         return max(gathered([self._interruption.signal]))
 
-    def train(self) -> None:
-        """Train until the last step, a collapse, an interruption or the end of time, from the newest checkpoint on."""
+    def train(self, trainer: Any) -> None:
+        """Train until the last step, a collapse, an interruption or the end of time, from the newest checkpoint on.
+
+        This is the observer that the trainer was made with.
+        """
         from torch.utils.tensorboard import SummaryWriter
         from transformers import PrinterCallback
         from transformers.integrations import TensorBoardCallback
 
+        self._trainer, self._recorder = trainer, Recorder(trainer.model)
         checkpoint = by_first_rank(partial(checkpoints.newest_checkpoint, self.run, self._view.say))
         step = checkpoints.step_of(checkpoint) if checkpoint else 0
         if checkpoint:
@@ -374,20 +375,20 @@ class Progress(Observer):
         elif by_first_rank(partial(checkpoints.forget_steps, self.run)):
             self._view.say("no checkpoint is left to resume from: training starts again at step 1")
         options: Any = self._config
-        self._trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
-        trackers.report(self._trainer, options.report_to, self.run)
-        self._trainer.add_callback(callback(self))
+        trainer.remove_callback(PrinterCallback)  # it prints raw dictionaries
+        trackers.report(trainer, options.report_to, self.run)
+        trainer.add_callback(callback(self))
         if RANK == 0 and "tensorboard" in options.report_to:
             self._writer = SummaryWriter(self.run, purge_step=step + 1)
-            self._trainer.add_callback(TensorBoardCallback(self._writer))
+            trainer.add_callback(TensorBoardCallback(self._writer))
         if options.sampler == "vllm":
             from toolkit.run.server import sample_with_vllm
 
             self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
-            sample_with_vllm(self._trainer, options, self.run)
+            sample_with_vllm(trainer, options, self.run)
         self._began = time.monotonic() - self._spent
         with self._view, self._interruption, trackers.blaming_the_tracker():
-            self._trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def result(self) -> dict[str, Any]:
         """What result.json says of the training."""
