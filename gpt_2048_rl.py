@@ -1844,13 +1844,15 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     return results.conclude_evaluation(config.model, games, scores, pool.jailed, started, console)
 
 
-def play(config: PlayConfig, console: Console, ask: Callable[..., Any]) -> dict[str, Any]:
-    """The play command; `ask` asks a model.  Returns what --json prints."""
+def play(config: PlayConfig, console: Console) -> dict[str, Any]:
+    """The play command.  Returns what --json prints."""
     from rich.table import Table
+
+    from toolkit.serve import ask
 
     pool = start_players(config)
     if config.model:
-        source, results = ask(config, sys.modules[__name__], console)
+        source, results = ask.best_program(config, sys.modules[__name__], console)
     else:
         source = read_strategy(Path(config.player), pool)
         (results,) = execute_strategies(
@@ -1878,15 +1880,14 @@ def commands() -> dict[str, tuple[type[Any], Callable[[Any, Console], Mapping[st
     """Every command with the class of its options and the function that runs it."""
     from toolkit.model import doctor
     from toolkit.run import report
-    from toolkit.serve import ask, export
+    from toolkit.serve import export
 
-    examine = partial(doctor.doctor, training=train_defaults, jail=shared_pool, program=sys.modules[__name__])
     return {
         "train": (TrainConfig, train),
         "eval": (EvalConfig, evaluate),
-        "play": (PlayConfig, partial(play, ask=ask.best_program)),
+        "play": (PlayConfig, play),
         "compare": (report.CompareConfig, report.compare),
-        "doctor": (doctor.DoctorConfig, examine),
+        "doctor": (doctor.DoctorConfig, partial(doctor.doctor, program=sys.modules[__name__])),
         "export": (export.ExportConfig, partial(export.export, spec=game_spec)),
     }
 

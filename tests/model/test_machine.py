@@ -378,7 +378,9 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
         training = partial(program.TrainConfig, max_seq_length=768)
-        told = doctor(config, console, lambda name: training(model=name), jail, program)
+        monkeypatch.setattr(program, "train_defaults", lambda name: training(model=name))
+        monkeypatch.setattr(program, "shared_pool", jail)
+        told = doctor(config, console, program)
         return json.loads(json.dumps(told)), console.export_text()
 
     return examine

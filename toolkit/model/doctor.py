@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -52,8 +52,10 @@ class DoctorConfig:
 
 
 class Program(Protocol):
-    """What of the script is measured: loading, adapters, sampling."""
+    """What of the script is measured (loading, adapters, sampling) or checked (the players' pool)."""
 
+    def train_defaults(self, model: str, /) -> Any: ...
+    def shared_pool(self) -> object: ...
     def load_model(self, name: str, config: Any, say: Callable[[Any], None], /) -> tuple[Any, Any]: ...
     def add_adapters(self, model: Any, config: Any, /) -> Any: ...
     def sample_completions(self, model: Any, tokenizer: Any, prompts: list[str], config: Any, /) -> list[str]: ...
@@ -134,20 +136,35 @@ def time_row(config: Any, seconds: float) -> tuple[str, str, str]:
 # The command
 
 
-def doctor(
-    config: DoctorConfig, console: Console, training: Callable[[str], Any], jail: Callable[[], object], program: Program
-) -> dict[str, Any]:
-    """The doctor command.  Returns what --json prints; `fit` says whether training can start.
-
-    `training` returns the training configuration of a model by its name.  `jail` starts the players' pool,
-    and raises UsageError if the jail does not hold.  `program` is the script.
-    """
+def show(
+    console: Console,
+    rows: Sequence[tuple[str, ...]],
+    versions: Mapping[str, str],
+    checks: Mapping[str, str],
+    marks: Mapping[str, str],
+) -> None:
+    """Print settings, libraries, and what each check says; "ok" has no entry in `marks`."""
     from rich.table import Table
 
+    table = Table("", "", "", box=None, show_header=False)
+    found = {library: "not installed" if version == "0.0" else version for library, version in versions.items()}
+    for row in (*rows, *((library, version, "") for library, version in found.items())):
+        table.add_row(*row)
+    for part, text in checks.items():
+        if part != "settings" or part in marks:  # otherwise the table has begun with them
+            table.add_row("fits" if part == "memory" else part, marks.get(part, "ok"), text)
+    console.print(table)
+
+
+def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str, Any]:
+    """The doctor command.  Returns what --json prints; `fit` says whether training can start.
+
+    `program` is the script.
+    """
     name = resolve_model(config.model)
     prepare_environment(offline=name == "tiny")
     machine, versions = find_machine(), library_versions()
-    planned = dataclasses.replace(training(name), weights=config.weights)
+    planned = dataclasses.replace(program.train_defaults(name), weights=config.weights)
     told = measured(config, machine, name, planned, program, console)
     choice = choose_weights(machine, name, planned)
     planned = dataclasses.replace(planned, weights=choice.weights)
@@ -157,7 +174,7 @@ def doctor(
     warnings: list[str] = []
 
     def players() -> str:
-        jail()
+        program.shared_pool()  # raises UsageError if the jail does not hold
         return f"holds, {len(os.sched_getaffinity(0))} workers"
 
     def settings() -> str:
@@ -186,15 +203,7 @@ def doctor(
         except UsageError as error:
             checks[part] = str(error)
             wrong.append(part)
-    table = Table("", "", "", box=None, show_header=False)
-    found = {library: "not installed" if version == "0.0" else version for library, version in versions.items()}
-    for row in (*rows, *((library, version, "") for library, version in found.items())):
-        table.add_row(*row)
-    for part, text in checks.items():
-        if part != "settings" or part in wrong:  # otherwise the table has begun with them
-            mark = "NO" if part in wrong else "warning" if part in warnings else "ok"
-            table.add_row("fits" if part == "memory" else part, mark, text)
-    console.print(table)
+    show(console, rows, versions, checks, dict.fromkeys(warnings, "warning") | dict.fromkeys(wrong, "NO"))
     return {
         "machine": dataclasses.asdict(machine),
         "settings": rows,
