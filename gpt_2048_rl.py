@@ -14,9 +14,10 @@ parameters trains through the same code.
     python gpt_2048_rl.py doctor                        what this machine has, what is switched and why
     python gpt_2048_rl.py COMMAND --help                the options of train (the default), eval, play, compare, ...
 
-Read it from top to bottom.  It departs from the published notebook where that went wrong: strategies run in a jail and
-not in the trainer; losers are graded by their tile; the answers of a group share their boards and start in the final
-channel; a solved task gives way to a harder one; results stand beside controls, on boards that training never saw.
+Read it from top to bottom.  It differs from the published notebook (docs/from_the_notebook.md): strategies run in a
+jail and not in the trainer; losers are graded by their tile; the answers of a group share their boards and start in
+the final channel; a solved task gives way to a harder one; results stand beside controls, on boards that training
+never saw.
 
 `toolkit/` holds what this file uses and does not explain.
 Shapes: B completions, T tokens, R reward functions.
@@ -1354,8 +1355,6 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tupl
     """A model and its tokenizer.  Raises UsageError, in one line."""
     plain = machine.uses_transformers(config, name)
     name, load = machine.prepare(name, config, say, game_spec)
-    if isinstance(config, TrainConfig):
-        name = str(machine.adapter_base(name) or name)  # the adapter is added later
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch

@@ -611,9 +611,10 @@ def prepare(
 ) -> tuple[str, dict[str, Any]]:
     """Everything before a model is loaded: environment, settings, checks, the embedded model's warm start.
 
-    Returns the model's name or folder, and the arguments of Unsloth's loader.  `spec` says what the warm start has to
-    know of a keyboard layout.
+    Returns the name or folder to load, and the arguments of Unsloth's loader.  Training loads an adapter's base; the
+    adapter is added later.  `spec` says what the warm start has to know of a keyboard layout.
     """
+    trains = hasattr(config, "lora_rank")
     base, plain = adapter_base(name), uses_transformers(config, name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
     is_smollm2 = base_of(name) == "smollm2"
@@ -628,7 +629,7 @@ def prepare(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    if hasattr(config, "lora_rank") and name not in MADE_HERE and (lacks := check_layers(name)):
+    if trains and name not in MADE_HERE and (lacks := check_layers(name)):
         say(lacks)
     machine = find_machine()
     bound_memory(machine)
@@ -651,7 +652,7 @@ def prepare(
         say(warning)
     if not local:
         check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
-    return name, settings.load
+    return str(base) if trains and base else name, settings.load
 
 
 def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:
