@@ -80,6 +80,9 @@ def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
     return bool(condition())
 
 
+NO_TENSORS = b"\x02" + bytes(7) + b"{}"  # a whole safetensors file
+
+
 def run_python(code: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter that finds the program and these helpers."""
     command = [sys.executable, "-c", code, *arguments]

@@ -6,13 +6,15 @@ The models are random, in folders, with the embedded model's tokenizer.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import preloaded
-from tests.helpers import HELD_OUT
+from tests.helpers import HELD_OUT, NO_TENSORS
 from toolkit import UsageError
 from toolkit.model import machine
 
@@ -74,21 +76,28 @@ def test_a_model_of_which_less_is_trained_is_named(base: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_such_a_model_is_refused_before_its_weights_are_loaded(base: Path, tmp_path: Path) -> None:
     folder = gpt2(base, tmp_path / "gpt2")
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     done = preloaded.run("--model", folder, "--output-dir", tmp_path, *STEP)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: {folder} is a gpt2")
 
 
-@pytest.mark.slow
-def test_damaged_weights_are_named(base: Path, tmp_path: Path) -> None:
-    """The line held what safetensors says, "invalid header length", and not what to do."""
-    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    done = preloaded.run("eval", folder, "--games", 2, *HELD_OUT)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"error: the weights of {folder} are damaged (")
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_file_that_is_cut_short_is_named(name: str, base: Path, tmp_path: Path) -> None:
+    """As a copy that broke off leaves it.  The doctor said ok, and the others said it with the libraries loaded."""
+    folder = Path(shutil.copytree(base, tmp_path / "model"))
+    machine.check_model(str(folder), "none")
+    os.truncate(folder / name, 200)
+    with pytest.raises(UsageError, match=f"{name} is missing or damaged: restore it"):
+        machine.check_model(str(folder), "none")
+
+
+def test_a_part_of_the_weights_that_is_missing_is_named(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "model"))
+    index = {"weight_map": {"embed": "model.safetensors", "head": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"model-2.safetensors is missing or damaged"):
+        machine.check_model(str(folder), "none")
 
 
 def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import gpt_2048_rl as program
 from tests import preloaded
 from tests.fake_hub import FakeHub
-from tests.helpers import HELD_OUT, ROOT, run, run_python
+from tests.helpers import HELD_OUT, NO_TENSORS, ROOT, run, run_python
 from toolkit import UsageError
 from toolkit.model.doctor import DoctorConfig, doctor, time_row
 from toolkit.model.machine import (
@@ -285,8 +285,8 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("gpt-oss")
     GptOssConfig(num_hidden_layers=24, num_local_experts=32).save_pretrained(folder)
-    (folder / "tokenizer.json").touch()
-    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     return folder
 
 
@@ -501,12 +501,13 @@ def save_model(folder: Path, tokenizer: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     return folder
 
 
 def save_adapter(folder: Path, base: object) -> str:
     """The same files of an adapter's folder."""
+    (folder / "adapter_model.safetensors").write_bytes(NO_TENSORS)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     return str(folder)
 
@@ -537,8 +538,8 @@ def test_a_base_model_is_refused_with_the_name_to_try(tmp_path: Path, hub: FakeH
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
 def test_a_chat_template_has_three_places(place: str, tmp_path: Path, hub: FakeHub) -> None:
-    folder = save_model(tmp_path / "Nano", {"chat_template": "hi"} if place == "tokenizer_config.json" else {})
-    (folder / place).touch()
+    folder = save_model(tmp_path / "Nano", {})
+    (folder / place).write_text('{"chat_template": "hi"}')
     check_model(str(folder), "low")
     hub.publish("someone/Nano", folder)
     check_model("someone/Nano", "low")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from toolkit import UsageError
+from toolkit.base.files import check_whole
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a model is in a folder, and no file of it is cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / "model.safetensors", "np"):
-            return all(json.loads((folder / f"{name}.json").read_text()) for name in ("config", "tokenizer"))
-    except (OSError, ValueError, SafetensorError):
-        return False
+    with contextlib.suppress(UsageError):
+        check_whole(folder, "model.safetensors", "config.json", "tokenizer.json")
+        return True
+    return False
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:

@@ -31,6 +31,21 @@ def read_json(file: Path) -> dict[str, Any]:
         return found
 
 
+def check_whole(folder: Path, *needed: str) -> None:
+    """Raise UsageError if a file of a model's folder is cut short, or if a part of its weights or of `needed` is not
+    there.  Of weights it reads the list of tensors, which says how long the file must be."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    with naming(index):
+        parts = {folder / name for name in (*read_json(index).get("weight_map", {}).values(), *needed)}
+    for file in sorted({*folder.glob("*.json"), *folder.glob("*.safetensors"), *parts}):
+        try:
+            safe_open(file, "np") if file.suffix == ".safetensors" else json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError, SafetensorError):
+            raise UsageError(f"{file} is missing or damaged: restore it, or use another folder") from None
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

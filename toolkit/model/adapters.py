@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError, checked
-from toolkit.base.files import check_links, naming, read_json
+from toolkit.base.files import check_links, check_whole, naming, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -138,14 +138,9 @@ def decided_options(name: str) -> dict[str, Any]:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise UsageError for an adapter's folder with links, or whose weights are not whole."""
-    from safetensors import SafetensorError, safe_open
-
+    """Raise UsageError for an adapter's folder with links, or that is not whole."""
     check_links(folder)
-    try:
-        safe_open(folder / WEIGHTS, "numpy")  # reads the list of tensors
-    except (OSError, SafetensorError):
-        raise UsageError(f"{folder / WEIGHTS} is missing or damaged: name another adapter, or a checkpoint") from None
+    check_whole(folder, WEIGHTS)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from toolkit import OutOfMemory, UsageError, cache_folder
-from toolkit.base.files import read_json
+from toolkit.base.files import check_whole, read_json
 from toolkit.base.ranks import RANKS, SHARDED, by_first_rank
 from toolkit.model import smollm2
 from toolkit.model.cpu_speed import speed_up
@@ -441,6 +441,10 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
         kept = (layout_of(base), base == smollm2.folder())  # are made again
         if base and base.is_absolute() and not base.exists() and not any(kept):
             raise UsageError(f"{name} is an adapter to {base}, which does not exist any more: put that model back")
+        old_format = (folder / "adapter_model.bin").is_file()
+        check_whole(folder, *(["adapter_model.safetensors"] if base and not old_format else []))
+        if base and base.is_dir() and not any(kept):
+            check_whole(base)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         try:
             check_hub(name)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError
-from toolkit.base.files import check_links, read_json
+from toolkit.base.files import check_links, check_whole, read_json
 from toolkit.model import smollm2, tiny
 from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
 from toolkit.model.machine import (
@@ -119,6 +119,7 @@ def check_base(base: str, config: Any, written: float, copied: float, folder: Pa
 def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftModel:
     """The base model, in 16 bits or as it was trained, with its adapter."""
     from peft import PeftModel
+    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
@@ -126,7 +127,7 @@ def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftMo
     say(f"loading {base}")
     try:
         model, _ = load_plain(base, "auto")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UsageError(f"the weights of {base} cannot be read: {str(error).partition(chr(10))[0]}") from None
     return PeftModel.from_pretrained(model, adapter)
 
@@ -412,6 +413,7 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     adapter, run = find_adapter(config.source), find_run(config.source)
     for place in (run, adapter):  # an upload must hold nothing from elsewhere
         check_links(place)
+    check_whole(adapter)
     folder = config.output_dir or run / "export" / config.format
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
@@ -429,8 +431,6 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
         check_token()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it misses kernels that we need not
     say("loading torch and transformers")
-    from safetensors import SafetensorError
-
     try:
         known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
@@ -438,8 +438,6 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{folder} cannot be written ({reason}): choose another --output-dir") from None
-    except SafetensorError as error:
-        raise UsageError(f"weights of {adapter} or of {base} are damaged ({error}): export a checkpoint") from None
     say(f"{config.format} of {config.source} is in {folder}")
     if config.push_to_hub:
         say(f"uploading to {config.push_to_hub}")
