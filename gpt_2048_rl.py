@@ -1310,7 +1310,11 @@ class PlayOptions:
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
     def check(self) -> None:
-        """The game can be played."""
+        """The game can be played, and a model's options ask one."""
+        if not self.model and (self.answers, self.seed) != (PlayOptions.answers, PlayOptions.seed):
+            raise UsageError("--answers and --seed need a model after --model: boards have --seeds")
+        if (self.served_name or self.api_key_file) and not (self.model and self.file.startswith("http")):
+            raise UsageError("--served-name and --api-key-file need a server's URL after --model")
         try:
             check_game(self.size, self.target)
             Stage.read(f"{self.size}:{self.target}")

@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
@@ -106,6 +106,16 @@ def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:
             options = ", ".join(map(spelled, sorted(similar)))
             found = f"take {spelled(same[0])}; " if same else f"similar: {options}; " * bool(options)
             raise UsageError(f"no option {word.partition('=')[0]} ({found}see {prog} --help)")
+
+
+def check_empty(kind: type[Any], argv: Sequence[str]) -> None:
+    """Raise UsageError for an empty value, which a script's unset variable leaves.  As a path it would be the working
+    directory.  An option that is empty by default may be empty."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, value in pairwise(("", *words)):
+        if not value.strip() and getattr(kind, option[2:].replace("-", "_"), None) != "":
+            named = option if option.startswith("--") else "a name"
+            raise UsageError(f"{named} is empty: give it a value{', or leave it out' * option.startswith('--')}")
 
 
 def wanted(kind: type[Any], name: str) -> str:
@@ -261,6 +271,15 @@ def check_start(config: Any) -> None:
             raise UsageError(f"{spelled(name)} is {value} in {config.model}: leave it out, or begin from another model")
 
 
+def check_schedule(config: Any, default: Any) -> None:
+    """Raise UsageError for a part of the schedule that is longer than a new run.  A default may be, in a short try."""
+    for name in ("warmup_steps", "decay_steps"):
+        if config.steps < (value := getattr(config, name)) != getattr(default, name):
+            raise UsageError(
+                f"{spelled(name)} {value:g} is more than --steps {config.steps}: name fewer, or below 1 a share of them"
+            )
+
+
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
     """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
     from toolkit.model import machine
@@ -297,6 +316,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
                 "have it",
                 file=sys.stderr,
             )
+    else:
+        check_schedule(config, default)
     check_start(config)
     trackers.named(config.report_to)
     if config.vllm_server or config.sampler == "vllm":
@@ -406,8 +427,16 @@ def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[
     if name == "train" and rest[:1] in (["-h"], ["--help"]):
         print(inspect.getdoc(script))
     kind = commands[name][0]
+    check_empty(kind, rest)
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
-    return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
+    config = with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
+    asked = chosen(rest, {"max_seq_length": "0"}, "json")["max_seq_length"]
+    if asked != "0" and int(asked) < config.max_seq_length:  # it was raised to what the others need
+        raise UsageError(
+            f"--max-seq-length {asked} is too short: prompt and completion take up to {config.max_seq_length} tokens; "
+            "leave it out, or lower --max-new-tokens"
+        )
+    return config
 
 
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:

@@ -88,13 +88,23 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--held-out", "4:2048", "4:2048"], "--held-out needs at least one value, and none of them twice"),
         (["--keys", "dvorak"], "--keys is one of bepo, wasd, zqsd, arrows, not 'dvorak'"),
         (["--generations", "7"], "--generations"),
-        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "no-such-model"], "nor a hub id like unsloth/gpt-oss-20b"),
+        (["--model", "./no-such-folder"], "there is no folder ./no-such-folder: ./no-such-folder is no hub id"),
         (["--no-such-option"], "no option --no-such-option (see"),
         (["-n", "3"], "no option -n (see"),
         (["--step", "3"], "similar: --decay-steps, --save-steps, --steps, --warmup-steps; see"),
-        (["--model", ""], "the model's name is empty"),
-        (["eval", ""], "the model's name is empty"),
-        (["play", ""], "is no run with a best_strategy.py: name a run's folder or a .py file"),
+        (["--model", ""], "--model is empty: give it a value, or leave it out"),
+        (["--output-dir="], "--output-dir is empty: give it a value, or leave it out"),
+        (["eval", " "], "a name is empty"),
+        (["compare", "", "b"], "a name is empty"),
+        (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 80: name fewer, or below"),
+        (["--model", "tiny", "--warmup-steps", "6", "--steps", "4"], "--warmup-steps 6 is more than --steps 4"),
+        (["--model", "tiny", "--max-seq-length", "100"], "--max-seq-length 100 is too short: prompt and completion"),
+        (["play", "/dev/null", "--answers", "3"], "--answers and --seed need a model after --model"),
+        (["play", "/dev/null", "--seed", "3"], "need a model after --model: boards have --seeds"),
+        (["play", "--model", "tiny", "--served-name", "a"], "--served-name and --api-key-file need a server's URL"),
+        (["export", "/", "--experts", "mxfp4"], "--experts is for --format gguf, and lora has no choice: leave it"),
+        (["export", "/", "--no-private"], "--no-private needs --push-to-hub"),
         (["play", "tiny"], "tiny is no file: a model or a server is asked with --model tiny"),
         (["play", "http://127.0.0.1:8000/v1"], "a server is asked with --model http://127.0.0.1:8000/v1"),
         (["export", "/missing"], "there is no folder /missing: name a run's folder"),
@@ -138,6 +148,14 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert err.startswith("error: ")
     assert named in err
     assert out == ""
+
+
+def test_a_short_try_keeps_the_defaults(tmp_path: Path) -> None:
+    """The README's has 3 steps, and the default warm-up has more.  A run's file has the length that its tokens need."""
+    assert program.parse_arguments(["--steps", "3", "--run-name", ""]).warmup_steps > 3
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model": "tiny", "max_seq_length": 632}))
+    assert program.parse_arguments(["--config", str(file), "--max-new-tokens", "128"]).max_seq_length == 696
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(theirs, ours) for ours, *others in cli.SYNONYMS for theirs in others])

@@ -128,8 +128,6 @@ def gpu_is_there() -> bool:
 
 def resolve_model(name: str) -> str:
     """What a model's name stands for: "auto" for this machine's default, a run's folder for its adapter."""
-    if not name.strip():
-        raise UsageError("the model's name is empty: leave it out, or name a hub id or a folder")
     if name != "auto":
         adapter = Path(name) / "adapter"
         return str(adapter) if adapter.is_dir() else name
@@ -393,13 +391,15 @@ def check_hub(name: str) -> None:
     Without a connection a cached model is used, and the rest of the process stays offline.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         info = HfApi().model_info(name, timeout=10)
         check_template(name, {file.rfilename for file in info.siblings or ()}, partial(hf_hub_download, name))
     except UsageError:
         raise
+    except HFValidationError:
+        raise UsageError(f"{name} is no hub id like unsloth/gpt-oss-20b") from None
     except GatedRepoError:
         raise UsageError(f"{name} is gated: accept its licence on its page, then set HF_TOKEN") from None
     except RepositoryNotFoundError:
@@ -452,7 +452,8 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
             raise UsageError(f"there is no folder {name}: {error}" if folder.parent.is_dir() else error) from None
     elif name not in MADE_HERE:
         raise UsageError(
-            f"model {name!r} is neither auto, {', '.join(MADE_HERE)}, a folder that exists nor a hub id like owner/name"
+            f"model {name!r} is neither auto, {', '.join(MADE_HERE)}, a folder that exists nor a hub id like "
+            "unsloth/gpt-oss-20b"
         )
 
 

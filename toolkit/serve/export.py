@@ -64,6 +64,15 @@ class ExportConfig:
     private: bool = True  # make a new hub repository private
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
+    def check(self) -> None:
+        """Each option has something to decide."""
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
+            raise UsageError(f"--push-to-hub must be OWNER/NAME, not {self.push_to_hub!r}")
+        if not self.private and not self.push_to_hub:
+            raise UsageError("--no-private needs --push-to-hub: nothing else is uploaded")
+        if self.experts != ExportConfig.experts and self.format != "gguf":
+            raise UsageError(f"--experts is for --format gguf, and {self.format} has no choice: leave it out")
+
 
 MXFP4_CONFIG = {  # the quantization_config of a model with such weights
     "quant_method": "mxfp4",
@@ -406,8 +415,6 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     `spec` says of a keyboard layout what the embedded model has to know.
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    if config.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.push_to_hub):
-        raise UsageError(f"--push-to-hub must be OWNER/NAME, not {config.push_to_hub!r}")
     if config.format.startswith("gguf"):
         llamacpp.check_installed()
     adapter, run = find_adapter(config.source), find_run(config.source)
