@@ -61,7 +61,7 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
 
 SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers and the public notebook
     ("generations", "k_samples", "num_generations", "group_size"),
-    ("steps", "iters", "max_steps", "num_train_epochs"),
+    ("steps", "iters", "max_steps", "num_train_epochs", "epochs"),
     ("max_new_tokens", "max_completion_length", "max_tokens"),
     ("batch_size", "per_device_train_batch_size"),
     ("eval_batch_size", "per_device_eval_batch_size"),
@@ -80,7 +80,7 @@ SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers 
     ("keep", "save_total_limit"),
     ("resume", "resume_from_checkpoint"),
     ("report_to", "track"),
-    ("ladder", "board_size"),
+    ("ladder", "board_size", "size", "target"),
 )
 
 
@@ -90,11 +90,13 @@ def spelled(name: str) -> str:
 
 
 def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:
-    """Raise UsageError for an option that a command does not have.
+    """Raise UsageError for an option that a command does not have, or that stands there without its name.
 
     tyro would read the comments of all options to find similar ones, which takes most of the time of its answer.
     """
-    names = [field.name for field in dataclasses.fields(kind)]
+    fields = dataclasses.fields(kind)
+    names = [field.name for field in fields]
+    unnamed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     for word in argv:
         name = re.sub("^--?|=.*", "", word, flags=re.DOTALL).replace("-", "_")
         if not re.match("--?[A-Za-z]", word) or name in ("h", "help") or name.startswith("tyro_"):
@@ -106,6 +108,8 @@ def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:
             options = ", ".join(map(spelled, sorted(similar)))
             found = f"take {spelled(same[0])}; " if same else f"similar: {options}; " * bool(options)
             raise UsageError(f"no option {word.partition('=')[0]} ({found}see {prog} --help)")
+        if name in unnamed:
+            raise UsageError(f"leave out the word {word.partition('=')[0]}: {prog} takes its value alone")
 
 
 def check_empty(kind: type[Any], argv: Sequence[str]) -> None:

@@ -92,6 +92,7 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--model", "./no-such-folder"], "there is no folder ./no-such-folder: ./no-such-folder is no hub id"),
         (["--no-such-option"], "no option --no-such-option (see"),
         (["-n", "3"], "no option -n (see"),
+        (["eval", "--model", "tiny"], "leave out the word --model: gpt_2048_rl.py eval takes its value alone"),
         (["--step", "3"], "similar: --decay-steps, --save-steps, --steps, --warmup-steps; see"),
         (["--model", ""], "--model is empty: give it a value, or leave it out"),
         (["--output-dir="], "--output-dir is empty: give it a value, or leave it out"),
