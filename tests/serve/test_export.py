@@ -20,7 +20,7 @@ import gpt_2048_rl as program
 from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
-from tests.helpers import HELD_OUT, ROOT, run
+from tests.helpers import HELD_OUT, ROOT, run, run_python
 from toolkit import UsageError
 from toolkit.model import adapters, tiny
 from toolkit.serve import export, verify
@@ -204,6 +204,13 @@ def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
         assert program.main(["export", str(run), *more]) == 0
     assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(run / "export" / "lora")), expected)
     assert not list(here.iterdir())
+
+
+def test_an_export_waits_without_spinning() -> None:
+    """Beside busy neighbours on two cores, a merge that takes 13 s of processor time was not done after 50."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"PYTHONPATH": str(ROOT)}
+    code = "import os, gpt_2048_rl as p; p.main(['export', '/']); print(os.environ['OMP_WAIT_POLICY'])"
+    assert run_python(code, env=env).stdout == "PASSIVE\n"
 
 
 @pytest.mark.parametrize("name", [ADAPTER, "tokenizer.json", "training_config.json"])

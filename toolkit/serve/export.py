@@ -38,6 +38,7 @@ from toolkit.model.machine import (
     library_versions,
     load_plain,
     parameter_shapes,
+    prepare_environment,
 )
 from toolkit.run.card import FORMATS, model_card
 from toolkit.run.checkpoints import TRAINING, checkpoints, keep_config
@@ -415,6 +416,7 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     `spec` says of a keyboard layout what the embedded model has to know.
     """
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    prepare_environment(offline=False)
     if config.format.startswith("gguf"):
         llamacpp.check_installed()
     adapter, run = find_adapter(config.source), find_run(config.source)
