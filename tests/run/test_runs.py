@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -63,6 +64,19 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         files.write_whole(tmp_path / "file", "new\ud800")
     assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_write_to_a_full_disk_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part took the last of the disk's room."""
+
+    def fill(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.write_whole(tmp_path / "file", "old")
+    monkeypatch.setattr(files, "flush", fill)
+    with pytest.raises(OSError, match="No space"):
+        files.write_whole(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 
 @pytest.fixture

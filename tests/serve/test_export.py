@@ -615,6 +615,21 @@ def test_too_little_room_is_said_before_anything_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_up_is_one_line(learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it, which was taken for damaged weights."""
+    from rich.console import Console
+    from safetensors import SafetensorError
+
+    def fill(*_: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "write_adapter", fill)
+    config = export.ExportConfig(learned, "lora", tmp_path / "out", verify=False)
+    with pytest.raises(UsageError, match=r"out cannot be written \(No space left .*: choose another --output-dir$"):
+        export.export(config, Console(quiet=True), program.tiny_task)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
     """To a server that speaks the part of the hub's protocol that uploads need."""

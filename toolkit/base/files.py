@@ -65,10 +65,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     content = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.unfinished")
     aside.unlink(missing_ok=True)
-    with open(aside, "xb", opener=no_link) as file:
-        file.write(content)
-    flush(aside)
-    aside.replace(path)
+    try:
+        with open(aside, "xb", opener=no_link) as file:
+            file.write(content)
+        flush(aside)
+        aside.replace(path)
+    except OSError:  # half a file would keep a full disk full
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def check_links(run: Path) -> None:

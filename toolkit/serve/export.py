@@ -440,12 +440,14 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
         check_token()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it misses kernels that we need not
     say("loading torch and transformers")
+    from safetensors import SafetensorError
+
     try:
         known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
         found = write_export(config, adapter, base, prompts, folder, say)
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{folder} cannot be written ({reason}): choose another --output-dir") from None
     say(f"{config.format} of {config.source} is in {folder}")
     if config.push_to_hub:
