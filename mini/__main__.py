@@ -69,15 +69,15 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 def run(config: Config) -> dict[str, Any]:
     """Run a command.  Returns what --json prints, and nothing for a command without --json."""
-    from mini import chess_lines, pretrain, stockfish, text
+    from mini import chess_lines, pretrain, text
     from mini.model import Diverged
 
     if isinstance(config, SampleConfig) and text.is_run(config.init):
         return text.sample_command(config)
     commands: dict[type[Config], Callable[[Any], dict[str, Any]]] = {
         ChessConfig: chess_lines.chess_command, TextConfig: text.text_command, EvalConfig: chess_lines.eval_command,
-        SampleConfig: chess_lines.sample_command, DataConfig: stockfish.write_data,
-        PlayConfig: stockfish.play_command, PretrainConfig: pretrain.pretrain_command,
+        SampleConfig: chess_lines.sample_command, DataConfig: pretrain.write_data,
+        PlayConfig: pretrain.play_command, PretrainConfig: pretrain.pretrain_command,
     }  # fmt: skip
     try:
         return commands[type(config)](config)

@@ -28,9 +28,21 @@ from torch import Tensor
 from mini import config as defaults
 from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, Learner, make_learner, supervised, train
-from mini.model import GPT, Rows, Sampling, generate
-from mini.runs import Figures, Run, device_of, load_model, load_tokens, restore, save_model, say, table
-from mini.tokens import Tokens
+from mini.model import GPT, GptConfig, Rows, Sampling, generate
+from mini.runs import (
+    END,
+    BpeTokens,
+    Figures,
+    Run,
+    Tokens,
+    device_of,
+    load_model,
+    read_config,
+    restore,
+    save_model,
+    say,
+    table,
+)
 from toolkit import UsageError
 
 Kind = Literal["P", "A"]
@@ -90,6 +102,67 @@ def policy_line(fen: str, moves: list[str], evals: list[float], best: str) -> st
     """A P line, padded as in the published corpus."""
     numbers = " ".join(f"{value:.2f}" for value in evals)
     return f"P: {fen:90}M: {' '.join(moves):30}E: {numbers:40}B: {best}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+class LineTokens:
+    """Characters of P and A lines, with a token for each empty square, each named square and a number's decimals.
+
+    Each field of a position has its full width, and a history its ten moves, so a square, a clock's last digit and the
+    last move always have the same place; `decode` takes the filling out.  Ruoss et al. (2024) spell positions like
+    this.  Repeated blanks become single ones.
+    """
+
+    name, files = "lines", dict[str, bytes]()
+    longest = 98  # a position, its reward and flags, END
+    FEN = re.compile(r"((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)")
+    HISTORY = re.compile(r"\+([^+]*)\+$")  # at the end of an A prompt
+    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]| [wb]|\.\d\d|.")
+    VOCABULARY = (
+        END, *"_~pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:", " w", " b",
+        *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
+        *(f".{number:02}" for number in range(100)),
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._ids = {token: i for i, token in enumerate(self.VOCABULARY)}
+        self.end = 0
+        self.size = len(self.VOCABULARY)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt or an answer, without the end token."""
+
+        def widen(fen: re.Match[str]) -> str:
+            board, side, castling, passing, *clocks = fen.groups()
+            board = re.sub(r"\d", lambda digit: "_" * int(digit[0]), board)
+            passing += "~" if passing == "-" else "~~"  # a blank and a dash are two tokens, a square with its blank one
+            return f"{board} {side} {castling:~<4} {passing}" + "".join(f" {clock:~>3}" for clock in clocks)
+
+        text = " ".join(text.split())
+        if text.startswith("A:"):  # a move is two tokens
+            text = self.HISTORY.sub(lambda moves: f"+{'~' * (20 - 2 * len(moves[1].split()))}{moves[1]}+", text)
+        try:
+            return [self._ids[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
+        except KeyError as unknown:
+            raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The tokens one after the other, without filling, and with each row of empty squares as its number."""
+        text = "".join(self.VOCABULARY[i] for i in ids).replace("~", "")
+        return re.sub("_+", lambda gap: str(len(gap[0])), text).strip()
+
+
+def load_tokens(folder: Path) -> Tokens:
+    """The vocabulary of the model in a folder."""
+    own = read_config(folder).get("mini_tokens") == "lines"
+    tokens: Tokens = LineTokens() if own else BpeTokens(folder)
+    size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
+    if tokens.size > size or (tokens.size < size and own):  # byte pairs may be padded
+        raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import safetensors.torch
@@ -27,7 +28,6 @@ from torch import Tensor
 from mini.config import ChessConfig, PretrainConfig, TextConfig
 from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
-from mini.tokens import BpeTokens, LineTokens, Tokens
 from toolkit import UsageError
 from toolkit.base.files import write_whole
 from toolkit.cli import spelled
@@ -215,7 +215,61 @@ def memory(model: GPT) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models in Hugging Face's format: config.json and model.safetensors
+# Models in Hugging Face's format: config.json, model.safetensors, and the files of the vocabulary
+
+END = "<|endoftext|>"  # before and after each document
+
+
+class Tokens(Protocol):
+    """The interface of a vocabulary."""
+
+    end: int  # id of END
+    size: int
+    name: str  # of the kind
+    files: dict[str, bytes]  # what a folder needs to have it
+    longest: int  # the most tokens of a chess answer, with its end token
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text.  Raises ValueError if it has no tokens for it."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of any ids, sensible or not."""
+
+
+class BpeTokens:
+    """GPT-2's byte pairs, from a folder with vocab.bpe and encoder.json, or merges.txt and vocab.json."""
+
+    name, longest = "bpe", 144
+    NAMES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import ByteLevelBPETokenizer
+
+        pair = next((pair for pair in self.NAMES if all((folder / name).is_file() for name in pair)), None)
+        if pair is None:
+            raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
+                             "vocab.json")  # fmt: skip
+        try:
+            self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
+            self._bpe = ByteLevelBPETokenizer(str(folder / pair[1]), str(folder / pair[0]))
+        except Exception:  # the library raises nothing narrower
+            raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
+        self._bpe.add_special_tokens([END])
+        self.end, self.size = self._bpe.token_to_id(END), self._bpe.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of any text; END in it is END's id."""
+        ids: list[int] = self._bpe.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
+        runs = groupby(ids, key=lambda i: i < self.size)
+        return "".join(
+            self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}" * len([*run])
+            for known, run in runs
+        )
+
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
 SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
@@ -278,20 +332,10 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = to
     config = dataclasses.asdict(model.config) | ASSUMED | {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
         "eos_token_id": tokens.end, "dtype": str(dtype).removeprefix("torch."),
-        "mini_tokens": "lines" if isinstance(tokens, LineTokens) else "bpe",
+        "mini_tokens": tokens.name,
     }  # fmt: skip
-    for name, content in tokens.files.items() if isinstance(tokens, BpeTokens) else ():
+    for name, content in tokens.files.items():
         write(folder / name, content)
     data = safetensors.torch.save(tensors, {"format": "pt"})
     write(folder / "model.safetensors", data)
     write(folder / "config.json", json.dumps(config, indent=2).encode())
-
-
-def load_tokens(folder: Path) -> Tokens:
-    """The vocabulary of the model in a folder."""
-    own = read_config(folder).get("mini_tokens") == "lines"
-    tokens: Tokens = LineTokens() if own else BpeTokens(folder)
-    size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
-    if tokens.size > size or (tokens.size < size and own):  # byte pairs may be padded
-        raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
-    return tokens

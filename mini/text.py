@@ -29,8 +29,7 @@ from mini import grpo
 from mini.config import SampleConfig, TextConfig
 from mini.grpo import LanguageModel, Learner, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import Figures, Run, device_of, read_state, restore, say, table, write
-from mini.tokens import BpeTokens
+from mini.runs import BpeTokens, Figures, Run, device_of, read_state, restore, say, table, write
 from toolkit import UsageError
 
 # ---------------------------------------------------------------------------------------------------------------------

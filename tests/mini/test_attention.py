@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini.mla import LatentAttention
-from mini.model import Cache, GptConfig, Sampling, generate, left_pad
+from mini.model import Cache, GptConfig, LatentAttention, Sampling, generate, left_pad
 from tests.mini.helpers import LATENT, SMALL, small_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]

@@ -19,6 +19,7 @@ import mini.chess_lines
 from mini.chess_lines import (
     ChessTask,
     Example,
+    LineTokens,
     Verdict,
     build_corpus,
     controls,
@@ -38,7 +39,6 @@ from mini.config import (
     TextConfig,
 )
 from mini.model import GPT, GptConfig, Sampling
-from mini.tokens import LineTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini, untrained
 from toolkit import UsageError

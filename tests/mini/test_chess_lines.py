@@ -18,6 +18,7 @@ from mini.chess_lines import (
     SHIPPED,
     Example,
     Kind,
+    LineTokens,
     best_first,
     environment_line,
     illegal_move,
@@ -34,8 +35,7 @@ from mini.chess_lines import (
     similarity,
 )
 from mini.config import DataConfig, Shaping
-from mini.stockfish import analysed_lines, find_stockfish, game_lines, write_data
-from mini.tokens import LineTokens
+from mini.pretrain import analysed_lines, find_stockfish, game_lines, write_data
 from tests.mini.helpers import fake_engine
 from toolkit import UsageError
 
@@ -276,7 +276,7 @@ def test_games_of_an_engine_are_lines_of_both_tasks(engine: Path) -> None:
 def test_data_command_without_stockfish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mini.stockfish.find_stockfish", lambda path: None)
+    monkeypatch.setattr("mini.pretrain.find_stockfish", lambda path: None)
     write_data(DataConfig(out=tmp_path, a_lines=10, p_lines=7))
     assert (tmp_path / "p.txt").read_text().splitlines() == SHIPPED.read_text().splitlines()[:7]
     assert "no stockfish is installed" in capsys.readouterr().out

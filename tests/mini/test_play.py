@@ -12,7 +12,7 @@ import chess
 import chess.pgn
 import pytest
 
-from mini.stockfish import NO_MOVE, Engine, Match, answered_move, pgn, play_matches, scores
+from mini.pretrain import NO_MOVE, Engine, Match, answered_move, pgn, play_matches, scores
 from tests.mini.helpers import fake_engine, run_mini, untrained
 
 FOOLS_MATE = ("f2f3", "e7e5", "g2g4", "d8h4")

@@ -18,11 +18,11 @@ import safetensors.torch
 import torch
 
 import mini.text
+from mini.chess_lines import LineTokens, load_tokens
 from mini.config import TextConfig
 from mini.grpo import Learner, make_learner
 from mini.model import Diverged
-from mini.runs import Curves, Run, load_model, load_tokens, read_state, save_model, write
-from mini.tokens import LineTokens
+from mini.runs import Curves, Run, load_model, read_state, save_model, write
 from tests.mini.helpers import ROOT, run_mini, small_model
 from toolkit import UsageError
 
