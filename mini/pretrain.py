@@ -17,7 +17,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import chess
+import chess.engine
 import chess.pgn
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -73,58 +73,18 @@ def find_stockfish(path: Path | None) -> str | None:
     return str(path) if path else shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
 
 
-class Engine:
-    """A program that speaks UCI.  On one thread, with a fresh hash for each position, it says the same again.
+@contextlib.contextmanager
+def running(program: str, **options: int) -> Iterator[chess.engine.SimpleEngine]:
+    """An engine on one thread.  With a fresh hash for each position it says the same again.
 
-    python-chess checks each move of each variation: at small depths that takes longer than stockfish itself.
+    Raises UsageError for a program that is none.
     """
-
-    def __init__(self, program: str, **options: int) -> None:
-        self.program = program
-        try:
-            self.process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        except OSError as error:
-            raise UsageError(f"{program} does not work as a chess engine: {error.strerror}") from None
-        self.ask("uci", "uciok")
-        for name, value in {"Threads": 1, **options}.items():
-            self.ask(f"setoption name {name.replace('_', ' ')} value {value}\nisready", "readyok")
-
-    def ask(self, command: str, last: str) -> list[str]:
-        """The lines of an answer, to the one that begins with `last`.  Raises UsageError if the program ends."""
-        assert self.process.stdin
-        assert self.process.stdout
-        lines = [""]
-        try:
-            self.process.stdin.write(command + "\n")
-            self.process.stdin.flush()
-            while not lines[-1].startswith(last):
-                lines.append(self.process.stdout.readline())
-                if not lines[-1]:
-                    raise BrokenPipeError
-        except BrokenPipeError:
-            self.close()
-            raise UsageError(f"{self.program} does not work as a chess engine: it ended at {command!r}") from None
-        return lines
-
-    def analyse(self, fen: str, depth: int) -> list[tuple[str, float]]:
-        """Moves and their evals in pawns for the side to move, the best first."""
-        found: dict[int, tuple[str, float]] = {}
-        for line in self.ask(f"ucinewgame\nposition fen {fen}\ngo depth {depth}", "bestmove"):
-            if parts := re.search(r" multipv (\d+) .*?score (cp|mate) (-?\d+) .*?pv (\S+)", line):
-                pawns = int(parts[3]) / 100 if parts[2] == "cp" else math.copysign(MATE_EVAL, int(parts[3]))
-                found[int(parts[1])] = parts[4], max(-MATE_EVAL, min(MATE_EVAL, pawns))  # deeper lines come later
-        return [found[i] for i in sorted(found)]
-
-    def choose(self, boards: Sequence[chess.Board]) -> list[chess.Move | None]:
-        """Its move in each position, at depth 1."""
-        said = [self.ask(f"position fen {board.fen()}\ngo depth 1", "bestmove")[-1] for board in boards]
-        return [chess.Move.from_uci(line.split()[1]) for line in said]
-
-    def close(self) -> None:
-        """End the program."""
-        self.process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.communicate()
+    try:
+        with chess.engine.SimpleEngine.popen_uci(program) as engine:
+            engine.configure({"Threads": 1, "Hash": 1, **options})
+            yield engine
+    except (OSError, chess.engine.EngineError) as error:
+        raise UsageError(f"{program} does not work as a chess engine: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,12 +95,19 @@ SHARPNESS = 2.0  # a move that is a pawn worse is chosen e^2 times less often
 LONGEST = 80  # moves of a game
 
 
-def analysed(engine: Engine, fen: str, depth: int, rng: random.Random) -> tuple[str, list[tuple[str, float]]]:
+def analysed(
+    engine: chess.engine.SimpleEngine, fen: str, config: DataConfig, rng: random.Random
+) -> tuple[str, list[tuple[str, float]]]:
     """The P line of a position, in shuffled order, and the engine's moves and evals in its own.
 
     The engine's first move is the best one for the side to move, White or Black.
     """
-    lines = engine.analyse(fen, depth)
+    limit, parts = chess.engine.Limit(depth=config.depth), chess.engine.INFO_SCORE | chess.engine.INFO_PV
+    found = engine.analyse(chess.Board(fen), limit, multipv=config.multipv, game=object(), info=parts)  # a fresh hash
+    lines = []
+    for info in found:
+        pawns = info["score"].relative.score(mate_score=1_000_000) / 100
+        lines.append((info["pv"][0].uci(), max(-MATE_EVAL, min(MATE_EVAL, pawns))))
     shuffled = rng.sample(lines, len(lines))
     return policy_line(fen, [move for move, _ in shuffled], [value for _, value in shuffled], lines[0][0]), lines
 
@@ -155,19 +122,19 @@ def positions(rng: random.Random) -> Iterator[str]:
 def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
     """P lines of self-play, one per position."""
     rng = random.Random(f"positions {config.seed}")
-    with contextlib.closing(Engine(program, Hash=1, MultiPV=config.multipv)) as engine:
+    with running(program) as engine:
         for fen in islice(positions(rng), config.p_lines):
-            yield analysed(engine, fen, config.depth, rng)[0]
+            yield analysed(engine, fen, config, rng)[0]
 
 
 def game_lines(program: str, config: DataConfig) -> Iterator[str]:
     """P and A lines of games in which both sides play one of the engine's moves, the better the oftener."""
     rng = random.Random(f"engine games {config.seed}")
-    with contextlib.closing(Engine(program, Hash=1, MultiPV=config.multipv)) as engine:
+    with running(program) as engine:
         while True:
             board, history = chess.Board(), list[str]()
             while not board.is_game_over() and board.fullmove_number < LONGEST:
-                line, lines = analysed(engine, board.fen(), config.depth, rng)
+                line, lines = analysed(engine, board.fen(), config, rng)
                 yield line
                 if rng.random() < ILLEGAL_SHARE:
                     yield environment_line(board, illegal_move(board, rng), history)
@@ -439,8 +406,8 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         opponents: dict[str, Choose] = {"random moves": lambda boards: [rng.choice([*b.legal_moves]) for b in boards]}
         if program:
-            engine = stack.enter_context(contextlib.closing(Engine(program, Hash=1, Skill_Level=0)))
-            opponents["stockfish, level 0"] = engine.choose
+            engine, glance = stack.enter_context(running(program, **{"Skill Level": 0})), chess.engine.Limit(depth=1)
+            opponents["stockfish, level 0"] = lambda boards: [engine.play(board, glance).move for board in boards]
         played = {name: play_matches(answer, opponent, config.games, rng) for name, opponent in opponents.items()}
     reports = {name: scores(matches) for name, matches in played.items()}
     write(config.out, "".join(pgn(match, name) for name, matches in played.items() for match in matches))

@@ -303,9 +303,8 @@ def load_model(folder: Path) -> GPT:
         shape = GptConfig(**{f.name: config[f.name] for f in dataclasses.fields(GptConfig) if f.name in config})
         if shape.n_embd % shape.n_head:
             raise ValueError(f"{shape.n_embd} columns cannot be shared by {shape.n_head} heads")
-        with torch.device("meta"):
-            model = GPT(shape)
-        model.load_state_dict(from_published(tensors), assign=True)
+        model = GPT(shape)
+        model.load_state_dict(from_published(tensors))
     except OSError as error:
         raise UsageError(f"{folder / 'model.safetensors'}: {error.strerror or error}") from None
     except (safetensors.SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:

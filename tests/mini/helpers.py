@@ -34,14 +34,16 @@ count = 1
 for line in sys.stdin:
     words = line.split()
     if words[0] == "uci":
-        names = ("MultiPV", "Threads", "Hash")
-        print(*(f"option name {{name}} type spin default 1 min 1 max 500" for name in names), "uciok", sep="\\n")
+        names = ("MultiPV", "Threads", "Hash", "Skill Level")
+        print(*(f"option name {{name}} type spin default 1 min 0 max 500" for name in names), "uciok", sep="\\n")
     elif words[0] == "isready":
         print("readyok")
     elif words[:3] == ["setoption", "name", "MultiPV"]:
         count = int(words[-1])
     elif words[0] == "position":
         board = chess.Board() if words[1] == "startpos" else chess.Board(" ".join(words[2:8]))
+        for move in words[words.index("moves") + 1:] if "moves" in words else ():
+            board.push_uci(move)
     elif words[0] == "go":
         moves = sorted(map(str, board.legal_moves))[:count]
         for n, move in enumerate(moves):

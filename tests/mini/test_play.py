@@ -12,7 +12,7 @@ import chess
 import chess.pgn
 import pytest
 
-from mini.pretrain import NO_MOVE, Engine, Match, answered_move, pgn, play_matches, scores
+from mini.pretrain import NO_MOVE, Match, answered_move, pgn, play_matches, scores
 from tests.mini.helpers import fake_engine, run_mini, untrained
 
 FOOLS_MATE = ("f2f3", "e7e5", "g2g4", "d8h4")
@@ -63,12 +63,6 @@ def test_a_game_in_pgn() -> None:
     assert [game.headers[name] for name in ("White", "Black", "Result", "Termination")] == [
         "random moves", "mini", "0-1", "checkmate"]  # fmt: skip
     assert scores([match]) == {"won": 1, "drawn": 0, "lost": 0, "no move": 0}
-
-
-def test_an_engine_says_its_move(tmp_path: Path) -> None:
-    engine = Engine(str(fake_engine(tmp_path)))
-    assert engine.choose([chess.Board()]) == [chess.Move.from_uci("a2a3")]
-    engine.close()
 
 
 def test_play_writes_games_and_a_table(tmp_path: Path) -> None:
