@@ -300,7 +300,7 @@ def curves(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     moments = ("before", "before, likeliest", "after", "supervised", "rejection")
     columns |= {name: [one[name] for one in told] for name in moments}
     console.print(markdown(columns), markup=False)
-    for name in ("seconds", "rl_seconds", "steps"):
+    for name in ("seconds", "train_seconds", "steps"):
         console.print(name, ", ".join(f"{one[name]:.0f}" for one in told))
     panels = []
     for i, kind in enumerate(("A", "P")):

@@ -135,9 +135,8 @@ def speed(args: Args) -> dict[str, Any]:
         for context in ("data", "model") if algo in ("grpo", "ppo") else ("data",):
             config = replace(text_defaults(algo, "published", "char"), context=context, horizon=args.horizon)
             model = GPT(replace(shape, vocab_size=tokens.size + (algo == "denoise")))
-            learner = make_learner(
-                model, Counts(ids, tokens.size), config.lr, 1, value_head=True, kl=KlController(config.beta_kl)
-            )
+            learner = make_learner(model, Counts(ids, tokens.size), config.lr, 1, value_lr=config.lr,
+                                   kl=KlController(config.beta_kl))  # fmt: skip
             name = f"{algo}, --context model" if context == "model" else algo
             steps[name] = partial(take_step, algo, learner, config)
     spent: dict[str, list[float]] = {name: [] for name in steps}

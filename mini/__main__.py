@@ -51,8 +51,6 @@ def parse_arguments(argv: list[str]) -> Config:
         given = cli.chosen(argv, {"algo": "supervised", "recipe": "stable", "tokens": "char"}, "resume")
         if given["algo"] in options.ALGORITHMS.get(given["recipe"], ()):
             default = options.text_defaults(given["algo"], given["recipe"], given["tokens"])
-    if command == "pretrain":
-        default = PretrainConfig(save_steps=200)
     config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
     return config
 

@@ -38,7 +38,6 @@ from mini.runs import (
     device_of,
     load_model,
     read_config,
-    restore,
     save_model,
     say,
     table,
@@ -643,17 +642,12 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
 
     Reports on all, and on controls.  One is the start's likeliest answers: rewards also raise what is likely already.
     """
-    began = time.perf_counter()
     run = Run(config)
-    checkpoint = run.load() if config.resume else None
     model, task, sampling = prepare(config)
     blind = controls(task)
     run.begin()
-    if checkpoint:
-        load_tokens(run.folder / "start")  # refuses those of another version
-        model = load_model(run.folder / "start").to(model.device)
-    else:
-        save_model(model, task.tokens, run.folder / "start")
+    run.keep(model)
+    if not run.checkpoint:
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
@@ -661,14 +655,16 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
 
     def beginner(baseline: BaselineType) -> Learner:
         return make_learner(
-            copy.deepcopy(model).requires_grad_(True), model.requires_grad_(False), lr, config.seed,
-            value_head=config.use_gae and baseline != "best", baseline=Baseline(baseline, config.scale_by_std),
+            copy.deepcopy(model).requires_grad_(True),
+            model.requires_grad_(False),
+            lr,
+            config.seed,
+            value_lr=lr if config.use_gae and baseline != "best" else None,
+            baseline=Baseline(baseline, config.scale_by_std),
             kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
-        )  # fmt: skip
+        )
 
     learner = beginner(config.baseline_type)
-    if checkpoint:
-        restore(learner.restore, checkpoint, run.saved)
     lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
              for name, told in blind.items() for kind in KINDS if kind in told}  # fmt: skip
     flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
@@ -688,8 +684,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         reports["rejection"] = evaluate(rejecting.model, task, sampling)
     say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")
-    return {**reports, "controls": blind, "collapsed": flat, "steps": learner.step, "rl_seconds": learner.seconds,
-            "seconds": time.perf_counter() - began}  # fmt: skip
+    return {**reports, "controls": blind, "collapsed": flat, **run.result(learner)}
 
 
 def eval_command(config: EvalConfig) -> dict[str, Any]:

@@ -30,9 +30,7 @@ class RunOptions:
 
     log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-COMMAND-TIME
     resume: bool = False  # continue from the checkpoint in --log-dir
-    save_steps: Annotated[int, (1, 1e7)] = (
-        10  # steps between checkpoints, 200 for pretrain; one comes after the first step
-    )
+    save_steps: Annotated[int, (1, 1e7)] = 50  # steps between checkpoints; one comes after the first step
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
@@ -93,8 +91,7 @@ class GrpoOptions:
     adaptive_kl: bool = False  # adapt the weight so that the KL divergence approaches --kl-target
     kl_target: Annotated[float, (1e-9, 1e3)] = 0.01  # KL divergence in nats per token, for --adaptive-kl
     kl_horizon: Annotated[float, (1, 1e12)] = 10_000.0  # completions after which the weight may have changed by a fifth
-    kl_warmup: Annotated[int, (0, 1e12)] = 0  # steps or tokens over which the weight rises linearly from 0
-    kl_warmup_unit: Literal["steps", "tokens"] = "steps"
+    kl_warmup: Annotated[int, (0, 1e12)] = 0  # steps over which the weight rises linearly from 0
     baseline_type: BaselineType = "group_mean"  # subtracted from the rewards
     scale_by_std: bool = True  # group_mean: divide by the group's standard deviation
     use_gae: bool = False  # token-level advantages from a value head, instead of the baseline
@@ -206,7 +203,6 @@ class TextOptions(CommonOptions):
     horizon: Annotated[int, (1, 1e5)] = 64  # tokens per window and rollout
     batch_size: Annotated[int, (1, 4096)] = 12  # windows per step (alias: --batch)
     iters: Annotated[int, (0, 1e9)] = 2000  # training steps
-    seconds: Annotated[float | None, (0, 1e9)] = None  # end training after this much processor time
     lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
     lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of each training in which the rate falls to 0
     warm_steps: Annotated[int, (0, 1e7)] = 0  # supervised steps before training

@@ -18,8 +18,9 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +204,9 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The learner
+# The learner, and the loop that every way of learning shares
+
+COUNTERS = ("step", "tokens", "seconds", "flat")
 
 
 @dataclass
@@ -225,12 +228,15 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint needs."""
-        return {
-            "model": self.model.state_dict(), "value_head": self.value_head and self.value_head.state_dict(),
-            "optimizer": self.optimizer.state_dict(), "ema": self.baseline.ema, "kl_coef": self.kl.coef,
-            "rng": self.rng.getstate(), "generator": self.generator.get_state(), "step": self.step,
-            "tokens": self.tokens, "seconds": self.seconds, "flat": self.flat,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in COUNTERS} | {
+            "model": self.model.state_dict(),
+            "value_head": self.value_head and self.value_head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ema": self.baseline.ema,
+            "kl_coef": self.kl.coef,
+            "rng": self.rng.getstate(),
+            "generator": self.generator.get_state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
@@ -241,8 +247,8 @@ class Learner:
         self.baseline.ema, self.kl.coef = state["ema"], state["kl_coef"]
         self.rng.setstate(state["rng"])
         self.generator.set_state(state["generator"])
-        self.step, self.tokens = state["step"], state["tokens"]
-        self.seconds, self.flat = state["seconds"], state["flat"]
+        for name in COUNTERS:
+            setattr(self, name, state[name])
 
     def descend(self, max_grad_norm: float, real: bool = True) -> float:
         """One optimizer step, if the gradient is a real one.  Returns its norm; raises Diverged if it is not finite."""
@@ -257,30 +263,59 @@ class Learner:
 
 
 def make_learner(
-    model: GPT, reference: LanguageModel, lr: float, seed: int, *, value_head: bool = False,
-    head_lr: float | None = None, baseline: Baseline | None = None, kl: KlController | None = None,
-) -> Learner:  # fmt: skip
-    """A learner before its first step.  AdamW without weight decay, which would pull against the KL divergence."""
+    model: GPT,
+    reference: LanguageModel,
+    lr: float,
+    seed: int,
+    *,
+    value_lr: float | None = None,
+    baseline: Baseline | None = None,
+    kl: KlController | None = None,
+) -> Learner:
+    """A learner before its first step; with a value head if that has a learning rate.
+
+    AdamW without weight decay, which would pull against the KL divergence.
+    """
     torch.manual_seed(seed)
-    head = ValueHead(model.config.n_embd).to(model.device) if value_head else None
+    head = None if value_lr is None else ValueHead(model.config.n_embd).to(model.device)
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": lr}]
     if head:
-        groups.append({"params": list(head.parameters()), "lr": lr if head_lr is None else head_lr})
+        groups.append({"params": list(head.parameters()), "lr": value_lr})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    generator = torch.Generator(model.device).manual_seed(seed)
-    return Learner(model, reference, head, optimizer, baseline or Baseline(), kl or KlController(0.0),
-                   random.Random(f"prompts {seed}"), generator)  # fmt: skip
-
-
-def set_lr(optimizer: torch.optim.AdamW, factor: float) -> None:
-    """Set every group's rate to this share of the one it began with."""
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    rng, generator = random.Random(f"prompts {seed}"), torch.Generator(model.device).manual_seed(seed)
+    return Learner(model, reference, head, optimizer, baseline or Baseline(), kl or KlController(0.0), rng, generator)
 
 
 def clock(model: GPT) -> Callable[[], float]:
     """Seconds of processor time, which a busy neighbour does not change; of a GPU, the seconds that pass."""
     return time.process_time if model.device.type == "cpu" else time.perf_counter
+
+
+def run_steps(
+    learner: Learner,
+    take: Callable[[], Mapping[str, float]],
+    steps: float = math.inf,
+    seconds: float = math.inf,
+    warmup: int = 0,
+    decay: float = 0.0,
+) -> Iterator[dict[str, float]]:
+    """Take steps until there are so many, or so many seconds have gone; yields each step's figures.
+
+    The learning rate rises over `warmup` steps, because Adam's first ones have full length however noisy the gradient
+    is, and falls to 0 in the last share `decay`, for a steady end.
+    """
+    now = clock(learner.model)
+    while learner.step < steps and learner.seconds < seconds:
+        began = now()
+        left = 1 - max(learner.step / steps, learner.seconds / seconds)  # 1 to 0
+        factor = min(1.0, left / (decay or left), (learner.step + 1) / max(1, warmup))
+        for group in learner.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        figures = take()
+        spent = now() - began
+        learner.step += 1
+        learner.seconds += spent
+        yield {**figures, "tokens": learner.tokens, "seconds": spent}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,37 +334,25 @@ def likelihood(model: GPT, rows: Rows) -> float:
     return mean
 
 
-def likelihood_steps(
-    learner: Learner, draw: Callable[[int], Rows], steps: float = math.inf, seconds: float = math.inf,
-    decay: float = 0.5, warmup: int = 10,
-) -> Iterator[dict[str, float]]:  # fmt: skip
-    """Train on right answers, drawn by step, for `steps` or `seconds`, whichever ends first; yields figures.
-
-    The rate warms up, because Adam's first steps have full length however noisy the gradient is, and falls to 0 in the
-    last share `decay`, for a steady end.
-    """
-    now = clock(learner.model)
-    while learner.step < steps and learner.seconds < seconds:
-        began, rows = now(), draw(learner.step)
-        loss = likelihood(learner.model, rows)
-        left = 1 - max(learner.step / steps, learner.seconds / seconds)  # 1 to 0
-        set_lr(learner.optimizer, min(1.0, left / (decay or left), (learner.step + 1) / warmup))
-        norm = learner.descend(1.0)
-        learner.step += 1
-        learner.tokens += int(rows.mask.sum())
-        learner.seconds += now() - began
-        yield {"loss": loss, "grad_norm": norm, "tokens": learner.tokens, "seconds": learner.seconds}
+def likelihood_step(learner: Learner, rows: Rows, max_grad_norm: float = 1.0) -> dict[str, float]:
+    """One update on right answers."""
+    loss = likelihood(learner.model, rows)
+    learner.tokens += int(rows.mask.sum())
+    return {"loss": loss, "grad_norm": learner.descend(max_grad_norm)}
 
 
 def supervised(
-    model: GPT, draw: Callable[[int], Rows], lr: float, steps: float = math.inf, seconds: float = math.inf,
-    decay: float = 0.5, say: Callable[[str], None] = lambda line: None,
-) -> GPT:  # fmt: skip
-    """Train a model by likelihood: a warm start, or the control of equal time."""
+    model: GPT,
+    draw: Callable[[int], Rows],
+    lr: float,
+    steps: float = math.inf,
+    seconds: float = math.inf,
+    decay: float = 0.5,
+) -> GPT:
+    """Train a model by likelihood on right answers, drawn by step: a warm start, or the control of equal time."""
     learner = make_learner(model, model, lr, 0)
-    for figures in likelihood_steps(learner, draw, steps, seconds, decay):
-        if learner.step % 100 == 0 or learner.step == steps:
-            say(f"supervised step {learner.step}  loss {figures['loss']:.3f} nats a token")
+    for _ in run_steps(learner, lambda: likelihood_step(learner, draw(learner.step)), steps, seconds, 10, decay):
+        pass
     return model
 
 
@@ -350,44 +373,6 @@ class Task(Protocol):
         """Rewards (B, K) of K completions of each item, and figures for the log."""
 
 
-def train(learner: Learner, task: Task, config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
-    """GRPO from the learner's current step on; yields each step's figures."""
-    now = clock(learner.model)
-    while learner.step < config.steps:
-        seconds = [now()]
-        items = task.draw(learner.rng, config.batch_size)
-        prompts = [task.prompt_ids(item) for item in items]
-        rows, old = generate(learner.model, prompts, config.k_samples, sampling, task.end, learner.generator)
-        seconds.append(now())
-
-        rewards, figures = task.rewards(items, rows.answers(task.end))  # (B, K)
-        rewards = rewards.to(learner.model.device)
-        advantages, returns = token_advantages(learner, rows, rewards, config)  # (N, T) each
-        seconds.append(now())
-
-        seen = learner.tokens if config.kl_warmup_unit == "tokens" else learner.step
-        kl_coef = warmed_up(learner.kl.coef, seen, config.kl_warmup)
-        left = 1 - learner.step / config.steps  # 1 to 0
-        warm = (learner.step + 1) / max(1, config.lr_warmup)
-        set_lr(learner.optimizer, min(1.0, left / (config.lr_decay or left), warm))
-        for _ in range(config.updates):
-            losses = update(learner, rows, old, advantages, returns, kl_coef, config)
-        learner.kl.update(losses.get("kl_exact", 0.0), rewards.numel())
-        seconds.append(now())
-
-        learner.step += 1
-        learner.tokens += int(rows.answer_mask.sum())
-        learner.seconds += seconds[-1] - seconds[0]
-        learner.flat = 0 if advantages.any() else learner.flat + 1
-        yield figures | losses | {
-            "reward": rewards.mean().item(), "kl_coef": kl_coef,
-            "zero_spread": zero_spread(rewards).float().mean().item(),
-            "length": rows.answer_mask.sum().item() / rewards.numel(), "seconds": seconds[3] - seconds[0],
-            "seconds/generate": seconds[1] - seconds[0], "seconds/score": seconds[2] - seconds[1],
-            "seconds/train": seconds[3] - seconds[2],
-        }  # fmt: skip
-
-
 @torch.no_grad()
 def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: ChessConfig) -> tuple[Tensor, Tensor]:
     """Advantages and the value head's targets, (N, T) each, from rewards (B, K)."""
@@ -403,8 +388,9 @@ def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: Ches
     return advantages, advantages + values
 
 
-def divergence(learner: Learner, rows: Rows, lp: Tensor, all_log_probs: Tensor, config: ChessConfig
-               ) -> tuple[Tensor, Tensor]:  # fmt: skip
+def divergence(
+    learner: Learner, rows: Rows, lp: Tensor, all_log_probs: Tensor, config: ChessConfig
+) -> tuple[Tensor, Tensor]:
     """The loss's KL term and, at the same tokens, the exact KL divergence from the start: (n, T) each."""
     with torch.no_grad():
         ref, all_ref, _ = score(learner.reference, rows, config.temperature)
@@ -451,3 +437,40 @@ def update(
     # Where the policy is still the start, the KL's gradient is rounding noise, and Adam would make full steps of it.
     real = advantages.any() or config.entropy_coef or kl_coef * means.get("kl_exact", 0) > 1e-6
     return means | {"grad_norm": learner.descend(config.max_grad_norm, bool(real))}
+
+
+def grpo_step(learner: Learner, task: Task, config: ChessConfig, sampling: Sampling) -> dict[str, float]:
+    """Sample, judge, compare, update."""
+    now = clock(learner.model)
+    moments = [now()]
+    items = task.draw(learner.rng, config.batch_size)
+    prompts = [task.prompt_ids(item) for item in items]
+    rows, old = generate(learner.model, prompts, config.k_samples, sampling, task.end, learner.generator)
+    moments.append(now())
+
+    rewards, figures = task.rewards(items, rows.answers(task.end))  # (B, K)
+    rewards = rewards.to(learner.model.device)
+    advantages, returns = token_advantages(learner, rows, rewards, config)  # (N, T) each
+    moments.append(now())
+
+    kl_coef = warmed_up(learner.kl.coef, learner.step, config.kl_warmup)
+    for _ in range(config.updates):
+        losses = update(learner, rows, old, advantages, returns, kl_coef, config)
+    learner.kl.update(losses.get("kl_exact", 0.0), rewards.numel())
+    moments.append(now())
+
+    learner.tokens += int(rows.answer_mask.sum())
+    learner.flat = 0 if advantages.any() else learner.flat + 1
+    parts = {f"seconds/{name}": moments[i + 1] - moments[i] for i, name in enumerate(("generate", "score", "train"))}
+    return {**figures, **losses, **parts} | {
+        "reward": rewards.mean().item(),
+        "kl_coef": kl_coef,
+        "zero_spread": zero_spread(rewards).float().mean().item(),
+        "length": rows.answer_mask.sum().item() / rewards.numel(),
+    }
+
+
+def train(learner: Learner, task: Task, config: ChessConfig, sampling: Sampling) -> Iterator[dict[str, float]]:
+    """GRPO from the learner's current step on; yields each step's figures."""
+    take = partial(grpo_step, learner, task, config, sampling)
+    return run_steps(learner, take, config.steps, warmup=config.lr_warmup, decay=config.lr_decay)

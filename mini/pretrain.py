@@ -54,9 +54,9 @@ from mini.chess_lines import (
     usual_held_out,
 )
 from mini.config import DataConfig, PlayConfig, PretrainConfig
-from mini.grpo import Learner, likelihood_steps, make_learner, score
+from mini.grpo import Learner, likelihood_step, make_learner, run_steps, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, restore, save_model, say, table, write
+from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, save_model, say, table, write
 from toolkit import UsageError
 
 MATE_EVAL = 99.99  # pawns
@@ -261,16 +261,15 @@ def pretraining(learner: Learner, steps: Steps, task: ChessTask, config: Pretrai
     workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - 2)
     coming = iter(DataLoader(steps, batch_size=None, sampler=range(learner.step, config.steps), num_workers=workers,
                              prefetch_factor=4 if workers else None))  # fmt: skip
-    draw: Callable[[int], Rows] = lambda step: next(coming).to(device)  # noqa: E731
-    for figures in likelihood_steps(learner, draw, config.steps, decay=config.lr_decay, warmup=WARM_UP):
+    take = lambda: likelihood_step(learner, next(coming).to(device))  # noqa: E731
+    for figures in run_steps(learner, take, config.steps, warmup=WARM_UP, decay=config.lr_decay):
         last = learner.step == config.steps
         yield figures | (held_out_loss(learner.model, task) if last or learner.step % config.eval_steps == 0 else {})
 
 
 def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     """Train a new model; write it in 16 bits; report on held-out lines of the corpus and of the chess job."""
-    began, run, tokens = time.perf_counter(), Run(config), LineTokens()
-    checkpoint = run.load() if config.resume else None
+    run, tokens = Run(config), LineTokens()
     lines = read_lines(config.data)
     corpus = take_out(lines, config.held_out, tokens)
     task, usual = (ChessTask(tokens, config, Corpus({}, held)) for held in (corpus, usual_held_out(config.held_out)))
@@ -283,8 +282,6 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
     learner = make_learner(model, model, config.lr, config.seed)
     run.begin()
-    if checkpoint:
-        restore(learner.restore, checkpoint, run.saved)
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 
     def line(figures: Figures) -> str | None:
@@ -307,8 +304,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
             reports[name + how] = evaluate(model, part, sampling)
     say(tables(reports))
     say(f"{run.folder / 'model'}: the weights, SHA-256 {digest(run.folder / 'model')}")
-    return {**reports, "curve": curve, "steps": learner.step, "tokens": learner.tokens,
-            "train_seconds": learner.seconds, "seconds": time.perf_counter() - began}  # fmt: skip
+    return {**reports, "curve": curve, **run.result(learner)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

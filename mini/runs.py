@@ -59,7 +59,7 @@ def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str
 # A run
 
 # Options that may change when a run is resumed.
-MAY_DIFFER = {"steps", "iters", "seconds", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
+MAY_DIFFER = {"steps", "iters", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
               "patience", "eval_steps"}  # fmt: skip
 Figures = Mapping[str, float]
 
@@ -69,23 +69,32 @@ class Run:
 
     def __init__(self, config: ChessConfig | PretrainConfig | TextConfig) -> None:
         kind = type(config).__name__.removesuffix("Config").lower()
-        self.config = config
+        self.config, self.began = config, time.perf_counter()
         self.folder = config.log_dir or Path("outputs") / f"mini-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.saved = self.folder / "checkpoint.pt"
         device_of(config.device)  # an error before anything is written
         self.extra: dict[str, Any] = {}  # goes with each checkpoint
-        self.settings = {"command": kind} | {name: str(value) if isinstance(value, Path) else value
-                                             for name, value in dataclasses.asdict(config).items()}  # fmt: skip
+        values = dataclasses.asdict(config)
+        self.settings = {"command": kind} | {n: str(v) if isinstance(v, Path) else v for n, v in values.items()}
         if not config.resume and self.saved.exists():
             raise UsageError(f"{self.folder} has a run in it already: add --resume, or choose another --log-dir")
         if config.resume and not self.saved.is_file():
             raise UsageError(f"{self.folder} has no checkpoint to resume from")
+        self.checkpoint = self.load() if config.resume else None
 
     def begin(self, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Make the folder of a new run, with its config and more files."""
         for name, content in {**files, "config.json": json.dumps(self.settings, indent=2).encode()}.items():
-            if not self.config.resume:
+            if not self.checkpoint:
                 write(self.folder / name, content)
+
+    def keep(self, start: GPT) -> None:
+        """Store the start of a new run; give a resumed one's the weights that it had."""
+        path = self.folder / "start.pt"
+        if self.checkpoint:
+            restore(start.load_state_dict, read_state(path), path)
+        else:
+            write(path, dict(start.state_dict()))
 
     def save(self, learner: Learner) -> None:
         """Replace the checkpoint.  Raises Diverged before it writes a weight that is not finite."""
@@ -109,6 +118,8 @@ class Run:
 
     def follow(self, learner: Learner, steps: Iterable[Figures], line: Callable[[Figures], str | None]) -> str | None:
         """Train to the end: curves, printed lines, checkpoints.  Returns why there was nothing left to learn, if so."""
+        if self.checkpoint:
+            restore(learner.restore, self.checkpoint, self.saved)
         curves = Curves(self.config.track, self.folder, self.settings, learner.step)
         kept, patience = learner.step, getattr(self.config, "patience", math.inf)
         try:
@@ -134,6 +145,11 @@ class Run:
         if learner.flat < patience:
             return None
         return f"nothing to learn: in {learner.flat} steps all rewards of every group were equal"
+
+    def result(self, learner: Learner) -> dict[str, Any]:
+        """What --json says of every run."""
+        spent = {"train_seconds": learner.seconds, "seconds": time.perf_counter() - self.began}
+        return {"steps": learner.step, "tokens": learner.tokens, **spent}
 
 
 class Curves:

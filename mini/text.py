@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from mini import grpo
 from mini.config import SampleConfig, TextConfig
 from mini.grpo import LanguageModel, Learner, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import BpeTokens, Figures, Run, device_of, read_state, restore, say, table, write
+from mini.runs import BpeTokens, Figures, Run, device_of, read_state, restore, say, table
 from toolkit import UsageError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,9 +212,7 @@ def divergence(learner: Learner, rows: Rows, log_probs: Tensor) -> Tensor:
 
 def supervised_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
     """The cross-entropy of all tokens."""
-    loss = grpo.likelihood(learner.model, whole_rows(text))
-    learner.tokens += text[:, 1:].numel()
-    return {"loss": loss, "grad_norm": learner.descend(config.max_grad_norm)}
+    return grpo.likelihood_step(learner, whole_rows(text), config.max_grad_norm)
 
 
 def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
@@ -318,17 +315,13 @@ STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], Figures]] = {
 
 
 def learn(learner: Learner, corpus: Corpus, config: TextConfig) -> Iterator[Figures]:
-    """Train for --iters steps or --seconds, whichever ends first; yields each step's figures."""
-    now, limit = grpo.clock(learner.model), math.inf if config.seconds is None else config.seconds
-    while learner.step < config.iters and learner.seconds < limit:
-        began = now()
-        left = 1 - max(learner.step / config.iters, learner.seconds / limit)
-        grpo.set_lr(learner.optimizer, min(1.0, left / (config.lr_decay or left)))
+    """Train for --iters steps; yields each step's figures."""
+
+    def take() -> Figures:
         text = draw_windows(corpus.train, config.horizon, config.batch_size, config.seed, learner.step)
-        figures = STEPS[config.algo](learner, text, config)
-        learner.step += 1
-        learner.seconds += now() - began
-        yield {**figures, "tokens": learner.tokens, "seconds": learner.seconds}
+        return STEPS[config.algo](learner, text, config)
+
+    return grpo.run_steps(learner, take, config.iters, decay=config.lr_decay)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,28 +449,22 @@ def likelihood_from(model: GPT, corpus: Corpus, config: TextConfig, steps: float
 
 def text_command(config: TextConfig) -> dict[str, Any]:
     """Warm start, training, likelihood from the same start for the same time; reports with counting baselines."""
-    began = time.perf_counter()
     run = Run(config)
-    checkpoint = run.load() if config.resume else None
     corpus = build_corpus(config, config.horizon, run)
-    start, path = make_model(config, corpus.tokens.size), run.folder / "start.pt"
-    if checkpoint:
-        restore(start.load_state_dict, read_state(path), path)
-    else:  # windows of its own, which training does not repeat
-        if config.warm_steps:
-            say(f"warm start: {config.warm_steps} supervised steps")
+    start = make_model(config, corpus.tokens.size)
+    if not run.checkpoint and config.warm_steps:  # on windows of its own, which training does not repeat
+        say(f"warm start: {config.warm_steps} supervised steps")
         likelihood_from(start, corpus, config, config.warm_steps, math.inf, config.seed + 2**31)
-        write(path, dict(start.state_dict()))
+    run.keep(start)
+    if not run.checkpoint:
         run.extra["before"] = evaluate(start, corpus, config) | generation_report(start, corpus, config)
     before = run.extra["before"]
     unigram, bigram = (Counts(corpus.train, corpus.tokens.size, two) for two in (False, True))
     baselines = {"commonest": evaluate(unigram, corpus, config), "bigram": evaluate(bigram, corpus, config)}
 
     reference = bigram if config.reference == "bigram" else copy.deepcopy(start).requires_grad_(False)
-    learner = grpo.make_learner(copy.deepcopy(start), reference, config.lr, config.seed, value_head=True,
-                           head_lr=config.critic_lr, kl=grpo.KlController(config.beta_kl))  # fmt: skip
-    if checkpoint:
-        restore(learner.restore, checkpoint, run.saved)
+    kl, critic_lr = grpo.KlController(config.beta_kl), config.critic_lr if config.algo == "ppo" else None
+    learner = grpo.make_learner(copy.deepcopy(start), reference, config.lr, config.seed, value_lr=critic_lr, kl=kl)
 
     def line(figures: Figures) -> str | None:
         said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
@@ -494,9 +481,8 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     fallen = None if config.algo == "denoise" else collapse(after)  # its sampler keeps the surest first: mostly blanks
     say(flat or fallen or "no collapse to one token")
     say(f"{run.folder}: checkpoint, tokens and curves")
-    return {"algo": config.algo, "before": before, "after": after, "baselines": baselines, "collapse": fallen,
-            "collapsed": flat, "steps": learner.step, "train_seconds": learner.seconds, "tokens": learner.tokens,
-            "seconds": time.perf_counter() - began}  # fmt: skip
+    told = {"algo": config.algo, "before": before, "after": after, "baselines": baselines}
+    return {**told, "collapse": fallen, "collapsed": flat, **run.result(learner)}
 
 
 def is_run(folder: Path | None) -> bool:

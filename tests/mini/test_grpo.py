@@ -240,7 +240,8 @@ class Step:
 def learner_for(model: GPT, reference: GPT, config: ChessConfig) -> Learner:
     """As the chess command makes it."""
     return make_learner(
-        model, reference.requires_grad_(False), config.lr or 0, config.seed, value_head=config.use_gae,
+        model, reference.requires_grad_(False), config.lr or 0, config.seed,
+        value_lr=config.lr if config.use_gae else None,
         baseline=Baseline(config.baseline_type, config.scale_by_std),
         kl=KlController(config.kl_coef, config.adaptive_kl, config.kl_target, config.kl_horizon),
     )  # fmt: skip
@@ -502,18 +503,10 @@ def test_first_update_clips_nothing_and_a_second_one_may() -> None:
     assert max(figures["clip_share"] for figures in train(often, CountSevens(), more, SAMPLING)) > 0
 
 
-def test_kl_warm_up_by_steps_and_by_tokens() -> None:
+def test_kl_warm_up_by_steps() -> None:
     learner, config = learner_and_config(kl_warmup=4, kl_coef=0.1)
     coefs = [figures["kl_coef"] for figures in train(learner, CountSevens(), config, SAMPLING)]
     assert coefs == pytest.approx([0, 0.025, 0.05, 0.075, 0.1, 0.1])
-    learner, config = learner_and_config(kl_warmup=100, kl_warmup_unit="tokens", kl_coef=0.1)
-    seen, coefs, expected = 0.0, list[float](), list[float]()
-    for figures in train(learner, CountSevens(), config, SAMPLING):
-        coefs.append(figures["kl_coef"])
-        expected.append(0.1 * min(1, seen / 100))
-        seen += figures["length"] * 3 * K
-    assert coefs == pytest.approx(expected)
-    assert len(set(coefs)) > 2
 
 
 def test_adaptive_weight_follows_the_divergence_of_each_step() -> None:
@@ -574,10 +567,8 @@ def test_likelihood_is_the_cross_entropy_of_a_token() -> None:
 
 
 def test_supervised_training_learns_answers() -> None:
-    said = list[str]()
     before = likelihood(small_model(spread=1), answers(99))
-    model = supervised(small_model(spread=1), answers, 3e-3, steps=100, say=said.append)
-    assert said[0].startswith("supervised step 100  loss ")
+    model = supervised(small_model(spread=1), answers, 3e-3, steps=100)
     assert likelihood(model, answers(99)) < before / 2
     made = generate(model, PROMPTS, 1, Sampling(0, max_new_tokens=9), END)[0].answers(END)
     assert [rows[0] for rows in made] == [[7] * len(prompt) for prompt in PROMPTS]

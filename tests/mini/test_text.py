@@ -83,7 +83,7 @@ def test_tokens_bin_has_16_bits_a_token_and_a_resumed_run_holds_to_it(tmp_path: 
     data = (tmp_path / "tokens.bin").read_bytes()
     ids = CharTokens(SENTENCES).encode(SENTENCES)
     assert data == b"".join(i.to_bytes(2, "little") for i in ids)
-    (tmp_path / "checkpoint.pt").touch()
+    Run(TextConfig(data=tmp_path / "text.txt", log_dir=tmp_path)).save(learner_and_config()[0])
     corpus_of(tmp_path, 7, resume=True)
     with pytest.raises(UsageError, match="not the one that the run"):
         corpus_of(tmp_path, 7, SENTENCES[::-1], resume=True)
@@ -134,7 +134,7 @@ TEXT = draw_windows(IDS, T, B, seed=1, step=0)
 
 def learner_for(model: GPT, reference: LanguageModel, config: TextConfig) -> Learner:
     """As the text command makes it."""
-    return make_learner(model, reference, config.lr, config.seed, value_head=True, head_lr=config.critic_lr,
+    return make_learner(model, reference, config.lr, config.seed, value_lr=config.critic_lr,
                         kl=KlController(config.beta_kl))  # fmt: skip
 
 
