@@ -36,14 +36,15 @@ from torch.nn import functional as F  # noqa: E402
 from mini.config import TextConfig, text_defaults  # noqa: E402
 from mini.grpo import KlController, Learner, make_learner  # noqa: E402
 from mini.model import GPT, GptConfig  # noqa: E402
-from mini.text import STEPS, CharTokens, Counts, read_text  # noqa: E402
+from mini.runs import CharTokens  # noqa: E402
+from mini.text import STEPS, Counts, read_text  # noqa: E402
 
 SHAPE = ""  # options of every run
 RUNS = {  # rows of the README's table: options
     "supervised": "--algo supervised",
     "GRPO from a supervised start": "--algo grpo",
     "GRPO from scratch": "--algo grpo --warm-steps 0",
-    "GRPO from scratch, own context": "--algo grpo --warm-steps 0 --context model --iters 150",
+    "GRPO from scratch, own context": "--algo grpo --warm-steps 0 --no-teacher-forcing --steps 150",
     "PPO from a supervised start": "--algo ppo",
     "PPO with gamma 1": "--algo ppo --gamma 1",
     "denoise": "--algo denoise",
@@ -132,12 +133,12 @@ def speed(args: Args) -> dict[str, Any]:
         "plain loop": partial(plain_step, plain, torch.optim.AdamW(plain.parameters(), lr=3e-4, betas=(0.9, 0.95)))
     }
     for algo in STEPS:
-        for context in ("data", "model") if algo in ("grpo", "ppo") else ("data",):
-            config = replace(text_defaults(algo, "published", "char"), context=context, horizon=args.horizon)
+        for forced in (True, False) if algo in ("grpo", "ppo") else (True,):
+            config = replace(text_defaults(algo), teacher_forcing=forced, horizon=args.horizon, epochs=4, minibatches=4)
             model = GPT(replace(shape, vocab_size=tokens.size + (algo == "denoise")))
             learner = make_learner(model, Counts(ids, tokens.size), config.lr, 1, value_lr=config.lr,
-                                   kl=KlController(config.beta_kl))  # fmt: skip
-            name = f"{algo}, --context model" if context == "model" else algo
+                                   kl=KlController(config.kl_coef))  # fmt: skip
+            name = algo if forced else f"{algo}, free"
             steps[name] = partial(take_step, algo, learner, config)
     spent: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(args.repetitions + 1):

@@ -18,9 +18,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from mini import config as options
 from mini.config import (
     ChessConfig,
     Config,
@@ -30,11 +29,11 @@ from mini.config import (
     PretrainConfig,
     SampleConfig,
     TextConfig,
+    text_defaults,
 )
 from toolkit import UsageError, cli
 
-KINDS: dict[str, Any] = {"chess": ChessConfig, "play": PlayConfig, "eval": EvalConfig, "sample": SampleConfig,
-                         "text": TextConfig, "data": DataConfig, "pretrain": PretrainConfig}  # fmt: skip
+KINDS = {kind.__name__.removesuffix("Config").lower(): kind for kind in get_args(Config)}
 
 
 def parse_arguments(argv: list[str]) -> Config:
@@ -45,24 +44,10 @@ def parse_arguments(argv: list[str]) -> Config:
     command = argv.pop(0)
     if command not in KINDS:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
-    default: Config | None = None
-    if command == "text":
-        argv = spelled_out(argv)
-        given = cli.chosen(argv, {"algo": "supervised", "recipe": "stable", "tokens": "char"}, "resume")
-        if given["algo"] in options.ALGORITHMS.get(given["recipe"], ()):
-            default = options.text_defaults(given["algo"], given["recipe"], given["tokens"])
+    algo = cli.chosen(argv, {"algo": "supervised"}, "resume")["algo"]  # the other options' defaults depend on it
+    default = text_defaults(algo) if command == "text" else None
     config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
     return config
-
-
-def spelled_out(argv: list[str]) -> list[str]:
-    """Replace aliases of options by the options' own names."""
-    words = []
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        name, *implied = options.ALIASES.get(flag.replace("_", "-"), [flag])
-        words += [name + equals + value, *implied]
-    return words
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -70,13 +55,15 @@ def run(config: Config) -> dict[str, Any]:
     from mini import chess_lines, pretrain, text
     from mini.model import Diverged
 
-    if isinstance(config, SampleConfig) and text.is_run(config.init):
-        return text.sample_command(config)
     commands: dict[type[Config], Callable[[Any], dict[str, Any]]] = {
-        ChessConfig: chess_lines.chess_command, TextConfig: text.text_command, EvalConfig: chess_lines.eval_command,
-        SampleConfig: chess_lines.sample_command, DataConfig: pretrain.write_data,
-        PlayConfig: pretrain.play_command, PretrainConfig: pretrain.pretrain_command,
-    }  # fmt: skip
+        ChessConfig: chess_lines.chess_command,
+        EvalConfig: chess_lines.eval_command,
+        SampleConfig: chess_lines.sample_command,
+        DataConfig: pretrain.data_command,
+        PretrainConfig: pretrain.pretrain_command,
+        PlayConfig: pretrain.play_command,
+        TextConfig: text.text_command,
+    }
     try:
         return commands[type(config)](config)
     except Diverged as what:

@@ -32,12 +32,14 @@ from mini.model import GPT, GptConfig, Rows, Sampling, generate
 from mini.runs import (
     END,
     BpeTokens,
+    CharTokens,
     Figures,
     Run,
     Tokens,
     device_of,
     load_model,
     read_config,
+    read_file,
     save_model,
     say,
     table,
@@ -156,10 +158,13 @@ class LineTokens:
 
 def load_tokens(folder: Path) -> Tokens:
     """The vocabulary of the model in a folder."""
-    own = read_config(folder).get("mini_tokens") == "lines"
-    tokens: Tokens = LineTokens() if own else BpeTokens(folder)
-    size = read_config(folder).get("vocab_size", GptConfig.vocab_size)
-    if tokens.size > size or (tokens.size < size and own):  # byte pairs may be padded
+    config = read_config(folder)
+    name, size = config.get("mini_tokens", "bpe"), config.get("vocab_size", GptConfig.vocab_size)
+    if name == "chars":
+        tokens: Tokens = CharTokens(read_file(folder / "alphabet.txt").decode())
+    else:
+        tokens = LineTokens() if name == "lines" else BpeTokens(folder)
+    if tokens.size > size or (tokens.size < size and name != "bpe"):  # byte pairs may be padded
         raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
     return tokens
 
@@ -616,6 +621,8 @@ def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
     folder = config.init or PRETRAINED
     folder = folder / "model" if (folder / "model").is_dir() else folder
     tokens = load_tokens(folder)
+    if tokens.name == "chars" and not isinstance(config, SampleConfig):
+        raise UsageError(f"{folder} has the model of a text: only sample can read it")
     model = load_model(folder).to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, on {model.device}")
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
@@ -714,18 +721,26 @@ def right_answer(prompt: str) -> str | None:
 
 
 def sample_command(config: SampleConfig) -> dict[str, Any]:
-    """Print completions of one prompt with their verdicts."""
-    prompt = OPENING if config.prompt is None else config.prompt.strip()
-    truth, item = right_answer(prompt), Example("P", prompt, "")
+    """Print completions of one prompt, with their verdicts if it is one of chess."""
     model, task, sampling = prepare(config)
+    tokens = task.tokens
+    prompt = (tokens.decode([0]) if tokens.name == "chars" else OPENING) if config.prompt is None else config.prompt
+    of_chess = tokens.name == "lines" or prompt.startswith(("P:", "A:"))
+    item = Example("P", prompt.strip(), "")
+    truth = right_answer(item.prompt) if of_chess else None
     try:
-        ids = task.prompt_ids(item)
+        ids = task.prompt_ids(item) if of_chess else tokens.encode(prompt)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"--prompt: {error}") from None
+    if not ids:
+        raise UsageError("--prompt is empty")
     generator = torch.Generator(model.device).manual_seed(config.seed)
     rows, log_probs = generate(model, [ids], config.k_samples, sampling, task.end, generator)
     for row, log_prob in zip(rows.answers(task.end)[0], log_probs.sum(1).tolist(), strict=True):
-        text = task.tokens.decode(row)
+        text = tokens.decode(row)
+        if not of_chess:
+            print(f"{prompt}{text}\n---")
+            continue
         if truth is None:
             said = "valid" if parse_policy(text.strip()) else "invalid"
         else:

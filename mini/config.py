@@ -16,6 +16,12 @@ SMALL_LR = 5e-4  # of the small model
 PRETRAINED_LR = 1e-5  # with --init
 
 
+def check_heads(n_embd: int, n_head: int) -> None:
+    """Raise UsageError for heads of a width that is no whole number."""
+    if n_embd % n_head:
+        raise UsageError(f"--n-embd {n_embd} cannot be shared by --n-head {n_head}")
+
+
 @dataclass(kw_only=True)
 class CommonOptions:
     """What every command with a model has."""
@@ -139,8 +145,7 @@ class PretrainConfig(PretrainOptions, RunOptions):
 
     def check(self) -> None:
         """Raise UsageError where two options contradict each other."""
-        if self.n_embd % self.n_head:
-            raise UsageError(f"--n-embd {self.n_embd} cannot be shared by --n-head {self.n_head}")
+        check_heads(self.n_embd, self.n_head)
 
 
 @dataclass(kw_only=True)
@@ -188,35 +193,32 @@ class TextOptions(CommonOptions):
     """The text, the model and the four algorithms."""
 
     algo: Literal["supervised", "grpo", "ppo", "denoise"] = "supervised"  # what the model learns from
-    recipe: Literal["stable", "published"] = "stable"  # defaults that learn in minutes, or the original scripts' own
     data: Path | None = None  # a UTF-8 text; default: the help topics of Python's standard library
-    tokens: Literal["char", "gpt2"] = "char"  # characters, or GPT-2's byte pairs
-    vocabulary: Path | None = None  # for gpt2: the folder with vocab.bpe and encoder.json
+    vocabulary: Path | None = None  # folder of GPT-2's byte pairs; default: characters
     n_layer: Annotated[int, (1, 100)] = 4
     n_head: Annotated[int, (1, 100)] = 4
     n_embd: Annotated[int, (1, 1e5)] = 128  # width
-    block: Annotated[int, (2, 1e5)] = 128  # context length
+    n_positions: Annotated[int, (2, 1e5)] = 128  # context length
     start: Literal["copying", "gpt2"] = "copying"  # start values: attention copies what is near, or GPT-2's own
     attention: Literal["mha", "mla"] = "mha"  # multi-head attention, or multi-head latent attention
-    latent: Annotated[int, (1, 1e5)] = 64  # width of mla's latent: numbers cached per token and layer
-    q_latent: Annotated[int, (0, 1e5)] = 0  # width of the latent of mla's queries; 0: the same
+    latent: Annotated[int, (1, 1e5)] = 64  # width of mla's latents: numbers cached per token and layer
     horizon: Annotated[int, (1, 1e5)] = 64  # tokens per window and rollout
-    batch_size: Annotated[int, (1, 4096)] = 12  # windows per step (alias: --batch)
-    iters: Annotated[int, (0, 1e9)] = 2000  # training steps
+    batch_size: Annotated[int, (1, 4096)] = 12  # windows per step
+    steps: Annotated[int, (0, 1e9)] = 2000  # training steps
     lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
     lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of each training in which the rate falls to 0
     warm_steps: Annotated[int, (0, 1e7)] = 0  # supervised steps before training
     warm_lr: Annotated[float, (1e-9, 1)] = 2e-3  # learning rate of the warm start and of the supervised baseline
-    context: Literal["data", "model"] = "data"  # rollouts read the text's tokens, or their own
+    teacher_forcing: bool = True  # rollouts read the text's own tokens, or what they sampled themselves
     k_samples: Annotated[int, (1, 4096)] = 4  # rollouts per window: a group
-    reward_mode: Literal["plus1", "pm1"] = "plus1"  # a wrong token gets 0, or -1 (alias of pm1: --neg-reward)
+    reward_mode: Literal["plus1", "pm1"] = "plus1"  # a wrong token gets 0, or -1
     partial_logprob: Annotated[float, (-1e3, 1e3)] = 0.0  # weight of the right token's log-probability in the reward
-    reference: Literal["bigram", "random"] = "bigram"  # reference of the KL (alias: --ref-type); random: the start
-    beta_kl: Annotated[float, (0, 1e3)] = 1e-3  # weight of the KL divergence
+    reference: Literal["bigram", "start"] = "bigram"  # of the KL divergence: counted bigrams, or the model's own start
+    kl_coef: Annotated[float, (0, 1e3)] = 1e-3  # weight of the KL divergence
     kl_warmup_tokens: Annotated[int, (0, 1e12)] = 200_000  # sampled tokens over which this weight rises from 0
     clip_range: Annotated[float, (1e-6, 1)] = 0.2  # clipping of the probability ratio; has an effect with ppo
     critic_lr: Annotated[float, (0, 1)] = 1e-4  # ppo: learning rate of the value head
-    gamma: Annotated[float, (0, 1)] = 1.0  # ppo: discount of later rewards, which --context data makes mere noise
+    gamma: Annotated[float, (0, 1)] = 1.0  # ppo: discount of later rewards, which teacher forcing makes mere noise
     gae_lambda: Annotated[float, (0, 1)] = 0.95  # ppo: lambda of the advantage estimation
     epochs: Annotated[int, (1, 100)] = 4  # ppo: passes over a step's rollouts
     minibatches: Annotated[int, (1, 4096)] = 4  # ppo: optimizer steps per pass
@@ -233,38 +235,28 @@ class TextConfig(TextOptions, RewardOptions):
 
     def check(self) -> None:
         """Raise UsageError where two options contradict each other."""
-        if self.horizon >= self.block:
-            raise UsageError(f"--block {self.block} has no room for windows of {self.horizon} tokens: lower --horizon")
-        if self.n_embd % self.n_head:
-            raise UsageError(f"--n-embd {self.n_embd} cannot be shared by --n-head {self.n_head}")
+        if self.horizon >= self.n_positions:
+            raise UsageError(f"--n-positions {self.n_positions} has no room for windows of --horizon {self.horizon}")
+        check_heads(self.n_embd, self.n_head)
         if self.n_embd % 2 and self.start == "copying":
             raise UsageError(f"--n-embd must be even, not {self.n_embd}, or add --start gpt2")
-        if self.tokens == "gpt2" and self.vocabulary is None:
-            raise UsageError("--tokens gpt2 needs --vocabulary: the folder of vocab.bpe and encoder.json")
         if self.algo == "grpo" and self.k_samples == 1:
             raise UsageError("--k-samples 1 leaves GRPO nothing to compare")
 
 
-PUBLISHED: dict[str, Any] = {
-    "n_layer": 6, "n_head": 6, "n_embd": 384, "block": 256, "start": "gpt2", "horizon": 70, "batch_size": 32,
-    "iters": 200, "lr": 3e-4, "lr_decay": 0.0, "warm_lr": 3e-4,
-}  # fmt: skip
-AFTER_LIKELIHOOD: dict[str, Any] = {"warm_steps": 900, "reference": "random", "beta_kl": 0.1}
-ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
-    "published": {"supervised": PUBLISHED, "grpo": PUBLISHED | {"lr": 1e-5}, "denoise": PUBLISHED,
-                  "ppo": PUBLISHED | {"lr": 3e-5, "horizon": 32}},
-    "stable": {"supervised": {}, "grpo": AFTER_LIKELIHOOD | {"iters": 700, "lr": 1e-3}, "denoise": {"iters": 1500},
-               "ppo": AFTER_LIKELIHOOD | {"iters": 300, "lr": 5e-4, "gamma": 0.0, "critic_lr": 1e-3, "epochs": 2,
-                                          "minibatches": 2, "value_loss_coef": 0.1}},
-}  # fmt: skip
+AFTER_LIKELIHOOD: dict[str, Any] = {"warm_steps": 900, "reference": "start", "kl_coef": 0.1}
+PPO: dict[str, Any] = {"gamma": 0.0, "critic_lr": 1e-3, "epochs": 2, "minibatches": 2, "value_loss_coef": 0.1}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "supervised": {},
+    "grpo": {**AFTER_LIKELIHOOD, "steps": 700, "lr": 1e-3},
+    "ppo": {**AFTER_LIKELIHOOD, **PPO, "steps": 300, "lr": 5e-4},
+    "denoise": {"steps": 1500},
+}
 
 
-def text_defaults(algo: str, recipe: str, tokens: str) -> TextConfig:
-    """The defaults of an algorithm in a recipe.  The published windows are shorter for byte pairs."""
-    shorter = {"horizon": 32} if (recipe, tokens) == ("published", "gpt2") else {}
-    return TextConfig(**{"algo": algo, "recipe": recipe, **ALGORITHMS[recipe][algo], **shorter})
+def text_defaults(algo: str) -> TextConfig:
+    """The defaults of an algorithm."""
+    return TextConfig(**({"algo": algo, **ALGORITHMS[algo]} if algo in ALGORITHMS else {}))
 
-
-ALIASES = {"--batch": ["--batch-size"], "--ref-type": ["--reference"], "--neg-reward": ["--reward-mode", "pm1"]}  # text
 
 Config = ChessConfig | PretrainConfig | EvalConfig | PlayConfig | SampleConfig | DataConfig | TextConfig

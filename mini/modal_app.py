@@ -1,6 +1,6 @@
 """Text runs in the cloud, on Modal, with the same options as here.  From the project's folder:
 
-    modal run -m mini.modal_app --algo grpo --iters 2000
+    modal run -m mini.modal_app --algo grpo --steps 2000
     modal volume put mini-outputs input.txt
     modal run --detach -m mini.modal_app --algo ppo --data /outputs/input.txt
     modal volume get mini-outputs mini-text-TIME        download a run's folder

@@ -33,7 +33,6 @@ class GptConfig:
     vocab_size: int = 50257
     layer_norm_epsilon: float = 1e-5
     latent: int = 0  # width of multi-head latent attention's latent (not part of GPT-2); 0: GPT-2's own attention
-    q_latent: int = 0  # the same for its queries
 
 
 @dataclass
@@ -114,14 +113,14 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), without its rotary part.
 
     A token's cache is one latent c of width R for all heads, where keys and values would take 2 C.  Queries have a
-    latent of their own width.
+    latent of their own, as wide.
     """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        C, R, Q = config.n_embd, config.latent, config.q_latent or config.latent
+        C, R = config.n_embd, config.latent
         self.heads = config.n_head
-        self.w_dq, self.q_norm, self.w_uq = nn.Linear(C, Q, bias=False), nn.RMSNorm(Q), nn.Linear(Q, C, bias=False)
+        self.w_dq, self.q_norm, self.w_uq = nn.Linear(C, R, bias=False), nn.RMSNorm(R), nn.Linear(R, C, bias=False)
         self.w_dkv, self.kv_norm = nn.Linear(C, R, bias=False), nn.RMSNorm(R)
         self.w_uk, self.w_uv = nn.Linear(R, C, bias=False), nn.Linear(R, C, bias=False)
         self.c_proj = nn.Linear(C, C)

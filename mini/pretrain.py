@@ -153,7 +153,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
     return len(made)
 
 
-def write_data(config: DataConfig) -> dict[str, Any]:
+def data_command(config: DataConfig) -> dict[str, Any]:
     """The data command."""
     program, began = find_stockfish(config.stockfish), time.perf_counter()
     if config.game_lines and not program:

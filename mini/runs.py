@@ -59,7 +59,7 @@ def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str
 # A run
 
 # Options that may change when a run is resumed.
-MAY_DIFFER = {"steps", "iters", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
+MAY_DIFFER = {"steps", "resume", "json", "control", "log_dir", "save_steps", "log_steps", "track",
               "patience", "eval_steps"}  # fmt: skip
 Figures = Mapping[str, float]
 
@@ -237,19 +237,42 @@ END = "<|endoftext|>"  # before and after each document
 
 
 class Tokens(Protocol):
-    """The interface of a vocabulary."""
+    """The interface of a vocabulary; mini/chess_lines.py has one more."""
 
     end: int  # id of END
     size: int
     name: str  # of the kind
     files: dict[str, bytes]  # what a folder needs to have it
-    longest: int  # the most tokens of a chess answer, with its end token
+    longest: int  # the most tokens of an answer, with its end token
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text.  Raises ValueError if it has no tokens for it."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of any ids, sensible or not."""
+
+
+class CharTokens:
+    """One token per character of a text, in code point order.  A text does not end, so no token ends it."""
+
+    name, longest, end = "chars", 64, -1
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self.size = len(self.alphabet)
+        self.files = {"alphabet.txt": "".join(self.alphabet).encode()}
+        self._ids = {character: i for i, character in enumerate(self.alphabet)}
+
+    def encode(self, text: str) -> list[int]:
+        """One id per character.  Raises ValueError for one that the text has not."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as unknown:
+            raise ValueError(f"the text has no {unknown}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of any ids."""
+        return "".join(self.alphabet[i] for i in ids)
 
 
 class BpeTokens:
@@ -293,16 +316,22 @@ ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale
            "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
 
 
+def read_file(path: Path) -> bytes:
+    """A file's content.  Raises UsageError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.  Raises UsageError unless it describes a GPT-2."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(read_file(folder / "config.json"))
         model_type = config["model_type"]
-    except OSError as error:
-        raise UsageError(f"{folder / 'config.json'}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{folder / 'config.json'} is no model's config") from None
-    if model_type != "gpt2":
+    if model_type not in ("gpt2", "gpt2_mla"):
         raise UsageError(f"{folder} is a {model_type} model; only GPT-2 can be read")
     assumed = {**ASSUMED, "n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}
     for name, value in assumed.items():
@@ -344,9 +373,10 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = to
     """Write a folder for load_model, load_tokens and transformers."""
     tensors = {f"transformer.{name}": (part.t() if name.endswith(TRANSPOSED) else part).to("cpu", dtype).contiguous()
                for name, part in model.state_dict().items()}  # fmt: skip
+    end = None if tokens.end < 0 else tokens.end
     config = dataclasses.asdict(model.config) | ASSUMED | {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "bos_token_id": tokens.end,
-        "eos_token_id": tokens.end, "dtype": str(dtype).removeprefix("torch."),
+        "model_type": "gpt2_mla" if model.config.latent else "gpt2", "architectures": ["GPT2LMHeadModel"],
+        "bos_token_id": end, "eos_token_id": end, "dtype": str(dtype).removeprefix("torch."),
         "mini_tokens": tokens.name,
     }  # fmt: skip
     for name, content in tokens.files.items():

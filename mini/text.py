@@ -5,15 +5,13 @@
 With the same --horizon all algorithms train on the same windows and are evaluated on the same held-out ones.  All start
 from the same weights, except denoise, whose vocabulary also has a mask.  Numbers in brackets refer to README.md.
 
-    B windows    K rollouts of each    R contexts: B, or B * K with --context model    T tokens    C width
-    A tokens chosen at each position of a context: K, or 1 with --context model    V vocabulary
+    B windows    K rollouts of each    R contexts: B, or B * K without teacher forcing   T tokens    C width
+    A tokens chosen at each position of a context: K, or 1 without teacher forcing    V vocabulary
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mini import grpo
-from mini.config import SampleConfig, TextConfig
+from mini.config import TextConfig
 from mini.grpo import LanguageModel, Learner, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import BpeTokens, Figures, Run, device_of, read_state, restore, say, table
+from mini.runs import BpeTokens, CharTokens, Figures, Run, device_of, save_model, say, table
 from toolkit import UsageError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -36,24 +34,6 @@ from toolkit import UsageError
 
 HELD_OUT = 10  # one part in so many, the last, is held out
 UNMASK_STEPS = 5  # of a denoiser that writes
-NO_END = -1  # no token has this id, because a text does not end
-
-
-class CharTokens:
-    """One token per character of a text, in code point order."""
-
-    def __init__(self, text: str) -> None:
-        self.alphabet = sorted(set(text))
-        self.size = len(self.alphabet)
-        self._ids = {character: i for i, character in enumerate(self.alphabet)}
-
-    def encode(self, text: str) -> list[int]:
-        """One id per character.  Raises KeyError for one that the text has not."""
-        return [self._ids[character] for character in text]
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of any ids."""
-        return "".join(self.alphabet[i] for i in ids)
 
 
 @dataclass(frozen=True)
@@ -96,13 +76,13 @@ def read_text(path: Path | None) -> str:
         raise UsageError(f"--data {path} is no UTF-8 text") from None
 
 
-def build_corpus(config: TextConfig, T: int, run: Run) -> Corpus:
+def build_corpus(config: TextConfig, run: Run) -> Corpus:
     """The text of --data as a corpus.  The run keeps its ids as tokens.bin, 16 bits each, lower byte first.
 
     Raises UsageError if a resumed run began with another text.
     """
-    text = read_text(config.data)
-    tokens = CharTokens(text) if config.tokens == "char" or config.vocabulary is None else BpeTokens(config.vocabulary)
+    text, T = read_text(config.data), config.horizon
+    tokens = BpeTokens(config.vocabulary) if config.vocabulary else CharTokens(text)
     ids = torch.tensor(tokens.encode(text))
     if len(ids) < HELD_OUT * (T + 2) or tokens.size > 2**16:
         raise UsageError(f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
@@ -112,7 +92,6 @@ def build_corpus(config: TextConfig, T: int, run: Run) -> Corpus:
     if config.resume and not (path.exists() and path.read_bytes() == data):
         raise UsageError(f"the text is not the one that the run in {run.folder} began with")
     run.begin({"tokens.bin": data})
-    run.extra["alphabet"] = "".join(tokens.alphabet) if isinstance(tokens, CharTokens) else ""
     split = len(ids) - len(ids) // HELD_OUT
     ids = ids.to(device_of(config.device))
     return Corpus(tokens, ids[:split], ids[split:])
@@ -147,8 +126,8 @@ class Counts(nn.Module):
 # Rollouts and rewards
 #
 # A rollout chooses a token at each position of a window and is rewarded if the text has the same one.  With
-# `--context data` it reads the text's own tokens, whatever it chose before.  With `--context model` it reads its own
-# choices, as in RL of language models.  Once it has left the text it never finds back, so the best policy is to always
+# teacher forcing it reads the text's own tokens, whatever it chose before.  Without, it reads its own choices, as in RL
+# of language models.  Once it has left the text it never finds back, so the best policy is to always
 # choose the commonest token; collapse() reports that.
 
 
@@ -166,14 +145,14 @@ class Rollouts:
 def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
     """K rollouts of each window (B, 1 + T) under the current policy; one forward pass serves sampling and gradient."""
     K, right = config.k_samples, text[:, 1:]
-    if config.context == "model":
+    if not config.teacher_forcing:
         sampling = Sampling(max_new_tokens=right.shape[1])
-        rows, _ = generate(learner.model, text[:, :1].tolist(), K, sampling, NO_END, learner.generator)
+        rows, _ = generate(learner.model, text[:, :1].tolist(), K, sampling, CharTokens.end, learner.generator)
         right = right.repeat_interleave(K, 0)
     else:
         rows = whole_rows(text)
     _, log_probs, hidden = score(learner.model, rows, 1.0)
-    if config.context == "model":
+    if not config.teacher_forcing:
         return Rollouts(rows, rows.answer_ids[:, :, None], right, log_probs, hidden)
     probs = log_probs.detach().exp().flatten(0, 1)  # (B * T, V)
     chosen = torch.multinomial(probs, K, replacement=True, generator=learner.generator).unflatten(0, right.shape)
@@ -183,7 +162,7 @@ def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
 def token_rewards(rollouts: Rollouts, config: TextConfig) -> Tensor:
     """(R, T, A): 1 for the right token, otherwise 0 (-1 with pm1), plus partial credit.
 
-    The credit depends on the context alone.  With `--context data` a group shares its context, so GRPO's baseline
+    The credit depends on the context alone.  With teacher forcing a group shares its context, so GRPO's baseline
     cancels the credit; PPO's critic has to learn it, and until then it is noise.
     """
     right = rollouts.right[:, :, None]
@@ -315,13 +294,13 @@ STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], Figures]] = {
 
 
 def learn(learner: Learner, corpus: Corpus, config: TextConfig) -> Iterator[Figures]:
-    """Train for --iters steps; yields each step's figures."""
+    """Train for --steps steps; yields each step's figures."""
 
     def take() -> Figures:
         text = draw_windows(corpus.train, config.horizon, config.batch_size, config.seed, learner.step)
         return STEPS[config.algo](learner, text, config)
 
-    return grpo.run_steps(learner, take, config.iters, decay=config.lr_decay)
+    return grpo.run_steps(learner, take, config.steps, decay=config.lr_decay)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,7 +362,7 @@ def generation_report(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
     if config.algo == "denoise":
         ids, told = unmask(model, 16, T, UNMASK_STEPS, generator), Report()
     else:
-        rows, _ = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), NO_END, generator)
+        rows, _ = generate(model, windows[:, :1].tolist(), 1, Sampling(max_new_tokens=T), CharTokens.end, generator)
         ids = rows.answer_ids
         told = {"free_right": (ids == windows[:, 1:]).float().mean().item()}
     counts = ids.flatten().bincount()
@@ -430,9 +409,9 @@ def start_near(model: GPT, denoise: bool) -> None:
 def make_model(config: TextConfig, V: int) -> GPT:
     """A model with start values; denoise has one more id, the mask."""
     torch.manual_seed(config.seed)
-    latents = (config.latent, config.q_latent) if config.attention == "mla" else (0, 0)
+    latent = config.latent if config.attention == "mla" else 0
     size = V + (config.algo == "denoise")
-    model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, config.block, size, 1e-5, *latents))
+    model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, config.n_positions, size, latent=latent))
     if config.start == "copying" and config.attention == "mha":
         start_near(model, config.algo == "denoise")
     say(f"{size} different tokens; a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
@@ -450,7 +429,7 @@ def likelihood_from(model: GPT, corpus: Corpus, config: TextConfig, steps: float
 def text_command(config: TextConfig) -> dict[str, Any]:
     """Warm start, training, likelihood from the same start for the same time; reports with counting baselines."""
     run = Run(config)
-    corpus = build_corpus(config, config.horizon, run)
+    corpus = build_corpus(config, run)
     start = make_model(config, corpus.tokens.size)
     if not run.checkpoint and config.warm_steps:  # on windows of its own, which training does not repeat
         say(f"warm start: {config.warm_steps} supervised steps")
@@ -463,7 +442,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     baselines = {"commonest": evaluate(unigram, corpus, config), "bigram": evaluate(bigram, corpus, config)}
 
     reference = bigram if config.reference == "bigram" else copy.deepcopy(start).requires_grad_(False)
-    kl, critic_lr = grpo.KlController(config.beta_kl), config.critic_lr if config.algo == "ppo" else None
+    kl, critic_lr = grpo.KlController(config.kl_coef), config.critic_lr if config.algo == "ppo" else None
     learner = grpo.make_learner(copy.deepcopy(start), reference, config.lr, config.seed, value_lr=critic_lr, kl=kl)
 
     def line(figures: Figures) -> str | None:
@@ -480,45 +459,8 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     say(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
     fallen = None if config.algo == "denoise" else collapse(after)  # its sampler keeps the surest first: mostly blanks
     say(flat or fallen or "no collapse to one token")
+    if config.algo != "denoise":  # `sample` writes on from a prompt, as a denoiser does not
+        save_model(learner.model, corpus.tokens, run.folder / "model")
     say(f"{run.folder}: checkpoint, tokens and curves")
     told = {"algo": config.algo, "before": before, "after": after, "baselines": baselines}
     return {**told, "collapse": fallen, "collapsed": flat, **run.result(learner)}
-
-
-def is_run(folder: Path | None) -> bool:
-    """Whether a folder holds a text run."""
-    try:
-        return folder is not None and json.loads((folder / "config.json").read_text())["command"] == "text"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def sample_command(config: SampleConfig) -> dict[str, Any]:
-    """Print what a text run's model writes after a prompt; a denoiser needs none."""
-    assert config.init is not None
-    path = config.init / "checkpoint.pt"
-    state = read_state(path)
-    try:
-        made = TextConfig(**{f.name: state["config"][f.name] for f in dataclasses.fields(TextConfig)})
-        folder, alphabet = made.vocabulary and Path(made.vocabulary), state["extra"]["alphabet"]
-    except (KeyError, TypeError):
-        raise UsageError(f"{path} cannot be read as a checkpoint") from None
-    tokens = BpeTokens(folder) if folder and made.tokens == "gpt2" else CharTokens(alphabet)
-    model = make_model(dataclasses.replace(made, device=config.device), tokens.size)
-    restore(model.load_state_dict, state["model"], path)
-    start = "\n" if isinstance(tokens, BpeTokens) or "\n" in alphabet else alphabet[0]
-    try:
-        ids = tokens.encode(start if config.prompt is None or made.algo == "denoise" else config.prompt)
-    except KeyError as error:
-        raise UsageError(f"--prompt: the run's text has no {error.args[0]!r}") from None
-    generator, room = torch.Generator(model.device).manual_seed(config.seed), made.block - len(ids)
-    if not 0 < len(ids) < made.block:
-        raise UsageError(f"--prompt must have 1 to {made.block - 1} tokens, not {len(ids)}")
-    if made.algo == "denoise":
-        rows = unmask(model, config.k_samples, made.horizon, UNMASK_STEPS, generator).tolist()
-    else:
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, min(config.max_new_tokens or 200, room))
-        rows = generate(model, [ids], config.k_samples, sampling, NO_END, generator)[0].ids.tolist()
-    for row in rows:
-        print(tokens.decode(row), end="\n---\n")
-    return {}

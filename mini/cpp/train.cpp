@@ -156,7 +156,7 @@ int main(int count, char** words) {
     }
     try {
         const Config config(std::string(words[1]) + "/config.json");
-        const int64_t steps = count == 3 ? std::atoll(words[2]) : config.integer("iters");
+        const int64_t steps = count == 3 ? std::atoll(words[2]) : config.integer("steps");
         if (steps < 1) throw std::runtime_error("STEPS must be a number above 0");
         train(words[1], config, steps);
     } catch (const std::exception& error) {

@@ -33,7 +33,7 @@ def test_every_algorithm_is_held_against_the_plain_loop() -> None:
     command = [sys.executable, str(SCRIPT), "--repetitions", "2", "--batch", "2", "--horizon", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     speed = json.loads(done.stdout.splitlines()[-1])["speed"]
-    assert {"plain loop", *STEPS, "grpo, --context model", "ppo, --context model"} == speed.keys()
+    assert {"plain loop", *STEPS, "grpo, free", "ppo, free"} == speed.keys()
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in speed.values())
 
 
@@ -53,7 +53,7 @@ def test_a_run_is_not_made_again_unless_its_words_change(
     monkeypatch.setattr(bench.subprocess, "run", count)
     args = bench.Args(data=tmp_path / "text.txt", output_dir=tmp_path)
     results = []
-    for options in ("--iters 1", "--iters 1", "--iters 2"):
+    for options in ("--steps 1", "--steps 1", "--steps 2"):
         monkeypatch.setitem(bench.RUNS, "supervised", options)
         results.append(bench.run(args, "supervised", 1))
     assert [result["steps"] for result in results] == [1, 1, 2]

@@ -35,7 +35,7 @@ from mini.chess_lines import (
     similarity,
 )
 from mini.config import DataConfig, Shaping
-from mini.pretrain import analysed_lines, find_stockfish, game_lines, write_data
+from mini.pretrain import analysed_lines, data_command, find_stockfish, game_lines
 from tests.mini.helpers import fake_engine
 from toolkit import UsageError
 
@@ -255,7 +255,7 @@ def test_the_best_move_is_the_engines_first_for_black_too(engine: Path) -> None:
 def test_data_command_writes_the_same_for_the_same_seed(engine: Path, tmp_path: Path) -> None:
     contents = []
     for seed, name in ((3, "a"), (3, "b"), (4, "c")):
-        write_data(DataConfig(out=tmp_path / name, a_lines=100, p_lines=10, stockfish=engine, seed=seed))
+        data_command(DataConfig(out=tmp_path / name, a_lines=100, p_lines=10, stockfish=engine, seed=seed))
         contents.append([(tmp_path / name / file).read_text() for file in ("a.txt", "p.txt")])
     assert contents[0] == contents[1] != contents[2]
     assert [text.count("\n") for text in contents[0]] == [100, 10]
@@ -277,11 +277,11 @@ def test_data_command_without_stockfish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mini.pretrain.find_stockfish", lambda path: None)
-    write_data(DataConfig(out=tmp_path, a_lines=10, p_lines=7))
+    data_command(DataConfig(out=tmp_path, a_lines=10, p_lines=7))
     assert (tmp_path / "p.txt").read_text().splitlines() == SHIPPED.read_text().splitlines()[:7]
     assert "no stockfish is installed" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--game-lines needs stockfish"):
-        write_data(DataConfig(out=tmp_path, game_lines=1))
+        data_command(DataConfig(out=tmp_path, game_lines=1))
 
 
 def test_programs_that_are_no_engine(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def first_loss(folder: Path) -> float:
     config = json.loads((folder / "config.json").read_text())
     ids = torch.frombuffer(bytearray((folder / "tokens.bin").read_bytes()), dtype=torch.uint16).long()
     weights = torch.load(folder / "start.pt", weights_only=True)
-    model = GPT(GptConfig(config["n_layer"], config["n_head"], config["n_embd"], config["block"], int(ids.max()) + 1))
+    model = GPT(
+        GptConfig(config["n_layer"], config["n_head"], config["n_embd"], config["n_positions"], int(ids.max()) + 1)
+    )
     model.load_state_dict(weights)
     train = ids[: len(ids) - len(ids) // 10]
     text = draw_windows(train, config["horizon"], config["batch_size"], config["seed"], 0)
@@ -50,9 +52,9 @@ def first_loss(folder: Path) -> float:
 
 def test_losses_and_weights_are_pythons(program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("the cat sät on the mat; " * 60, encoding="utf-8")
-    options = ["--n-layer", 2, "--n-head", 2, "--n-embd", 32, "--horizon", 16, "--iters", STEPS, "--batch", 8, "--lr",
-               "1e-3", "--log-steps", 1, "--data", tmp_path / "text.txt", "--log-dir", tmp_path / "run", "--track",
-               "none"]  # fmt: skip
+    options = ["--n-layer", 2, "--n-head", 2, "--n-embd", 32, "--horizon", 16, "--steps", STEPS, "--batch-size", 8,
+               "--lr", "1e-3", "--lr-decay", 0, "--log-steps", 1, "--data", tmp_path / "text.txt",
+               "--log-dir", tmp_path / "run", "--track", "none"]  # fmt: skip
     assert main(["text", *map(str, options)]) == 0
     expected = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", capsys.readouterr().out, re.MULTILINE)]
     done = run(program, tmp_path / "run", STEPS)
@@ -68,7 +70,7 @@ def test_losses_and_weights_are_pythons(program: Path, tmp_path: Path, capsys: p
 
 
 def test_bad_input_is_one_line_and_exit_code_2(program: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"algo": "grpo",\n "iters": 3}')
+    (tmp_path / "config.json").write_text('{"algo": "grpo",\n "steps": 3}')
     for words, said in (((), "usage"), ((tmp_path / "none",), "cannot be read"), ((tmp_path, "ten"), "STEPS must be"),
                         ((tmp_path,), "only --algo supervised")):  # fmt: skip
         done = run(program, *words)

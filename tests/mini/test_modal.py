@@ -102,7 +102,7 @@ def test_the_functions_body_trains_and_keeps_what_it_wrote(
 ) -> None:
     file, stub = imported()
     (tmp_path / "text.txt").write_text("the cat sat on the mat; " * 40)
-    tiny = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --iters 2 --held-out 4 --data text.txt --track none"
+    tiny = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --steps 2 --held-out 4 --data text.txt --track none"
     assert file.train(tiny.split()) == 0
     assert len(list(tmp_path.glob("outputs/mini-text-*/checkpoint.pt"))) == 1
     assert stub.calls[-1][0] == "commit"
@@ -115,7 +115,7 @@ def test_real_modal_has_the_function_too(tmp_path: Path) -> None:
     """Without an account: all but the volume's commit."""
     pytest.importorskip("modal")
     (tmp_path / "text.txt").write_text("the cat sat on the mat; " * 40)
-    tiny = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --iters 2 --held-out 4 --data text.txt --track none"
+    tiny = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --steps 2 --held-out 4 --data text.txt --track none"
     code = f"""
 from pathlib import Path; from types import SimpleNamespace; from mini import modal_app
 modal_app.HOME, modal_app.volume = Path({str(tmp_path)!r}), SimpleNamespace(commit=lambda: print("kept"))

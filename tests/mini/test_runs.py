@@ -177,16 +177,16 @@ def test_an_interrupted_run_says_how_it_goes_on(
     save_steps: int, words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is a checkpoint after the first step, whatever --save-steps says."""
-    whole = run_mini(*words, "--iters", 4, "--json", "--no-control", "--log-dir", tmp_path / "whole")
+    whole = run_mini(*words, "--steps", 4, "--json", "--no-control", "--log-dir", tmp_path / "whole")
     with monkeypatch.context() as patch:
         interrupting(patch, 3, KeyboardInterrupt())
-        done = run_mini(*words, "--iters", 4, "--save-steps", save_steps)
+        done = run_mini(*words, "--steps", 4, "--save-steps", save_steps)
     assert done.returncode == 130
     kept = 2 if save_steps == 2 else 1
     assert f"stopped at step 2: go on from step {kept} " in done.stdout
     assert f"--log-dir {tmp_path / 'run'} and --resume" in done.stdout
     assert read_state(tmp_path / "run" / "checkpoint.pt")["step"] == kept
-    done = run_mini(*words, "--iters", 4, "--json", "--no-control", "--resume")
+    done = run_mini(*words, "--steps", 4, "--json", "--no-control", "--resume")
     assert done.returncode == 0, done.stderr
     ours, theirs = (json.loads(part.stdout.splitlines()[-1])["after"] for part in (done, whole))
     assert ours == theirs
@@ -196,7 +196,7 @@ def test_a_run_that_is_interrupted_in_its_first_step_says_so(
     words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupting(monkeypatch, 1, KeyboardInterrupt())
-    done = run_mini(*words, "--iters", 4)
+    done = run_mini(*words, "--steps", 4)
     assert done.returncode == 130
     assert f"no step is finished in {tmp_path / 'run'}" in done.stdout
 
@@ -209,7 +209,7 @@ def test_a_run_that_diverges_is_one_line_and_keeps_its_checkpoint(
     at: int, said: str, words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupting(monkeypatch, at, Diverged("gradient"))
-    done = run_mini(*words, "--iters", 4)
+    done = run_mini(*words, "--steps", 4)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert said in done.stderr
     if at == 3:
@@ -222,7 +222,7 @@ def test_a_warm_start_that_diverges_is_one_line(words: tuple[object, ...], monke
         raise Diverged("gradient")
 
     monkeypatch.setattr(Learner, "descend", diverge)
-    done = run_mini(*words, "--iters", 4)
+    done = run_mini(*words, "--steps", 4)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "lower --warm-lr" in done.stderr
 
@@ -241,23 +241,23 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_one_line(damage: str, words: tuple[object, ...], tmp_path: Path) -> None:
-    assert run_mini(*words, "--iters", 2, "--no-control").returncode == 0
+    assert run_mini(*words, "--steps", 2, "--no-control").returncode == 0
     path = tmp_path / "run" / "checkpoint.pt"
     torch.save(DAMAGES[damage](torch.load(path, weights_only=True)), path)
-    done = run_mini(*words, "--iters", 3, "--resume")
+    done = run_mini(*words, "--steps", 3, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"{path} cannot be read as a checkpoint" in done.stderr or f"{path} does not fit this run" in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
 def test_a_damaged_start_is_one_line(content: bytes | None, words: tuple[object, ...], tmp_path: Path) -> None:
-    assert run_mini(*words, "--iters", 2, "--no-control").returncode == 0
+    assert run_mini(*words, "--steps", 2, "--no-control").returncode == 0
     path = tmp_path / "run" / "start.pt"
     if content is None:
         torch.save({name: part[:1] for name, part in torch.load(path, weights_only=True).items()}, path)
     else:
         path.write_bytes(content)
-    done = run_mini(*words, "--iters", 3, "--resume")
+    done = run_mini(*words, "--steps", 3, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert str(path) in done.stderr
 

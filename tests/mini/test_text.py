@@ -16,10 +16,9 @@ import mini.text
 from mini.config import TextConfig
 from mini.grpo import KlController, LanguageModel, Learner, make_learner, score
 from mini.model import GPT, GptConfig
-from mini.runs import Run
+from mini.runs import CharTokens, Run
 from mini.text import (
     STEPS,
-    CharTokens,
     Corpus,
     Counts,
     Rollouts,
@@ -50,8 +49,8 @@ SENTENCES = "the cat sat on the mat; " * 20
 def corpus_of(folder: Path, T: int, text: str = SENTENCES, **options: Any) -> Corpus:
     path = folder / "text.txt"
     path.write_text(text)
-    config = TextConfig(data=path, log_dir=folder, **options)
-    return build_corpus(config, T, Run(config))
+    config = TextConfig(data=path, log_dir=folder, horizon=T, **options)
+    return build_corpus(config, Run(config))
 
 
 def test_characters_round_trip() -> None:
@@ -83,7 +82,7 @@ def test_tokens_bin_has_16_bits_a_token_and_a_resumed_run_holds_to_it(tmp_path: 
     data = (tmp_path / "tokens.bin").read_bytes()
     ids = CharTokens(SENTENCES).encode(SENTENCES)
     assert data == b"".join(i.to_bytes(2, "little") for i in ids)
-    Run(TextConfig(data=tmp_path / "text.txt", log_dir=tmp_path)).save(learner_and_config()[0])
+    Run(TextConfig(data=tmp_path / "text.txt", log_dir=tmp_path, horizon=7)).save(learner_and_config()[0])
     corpus_of(tmp_path, 7, resume=True)
     with pytest.raises(UsageError, match="not the one that the run"):
         corpus_of(tmp_path, 7, SENTENCES[::-1], resume=True)
@@ -135,11 +134,11 @@ TEXT = draw_windows(IDS, T, B, seed=1, step=0)
 def learner_for(model: GPT, reference: LanguageModel, config: TextConfig) -> Learner:
     """As the text command makes it."""
     return make_learner(model, reference, config.lr, config.seed, value_lr=config.critic_lr,
-                        kl=KlController(config.beta_kl))  # fmt: skip
+                        kl=KlController(config.kl_coef))  # fmt: skip
 
 
 def learner_and_config(**options: Any) -> tuple[Learner, TextConfig]:
-    config = TextConfig(**{"algo": "grpo", "n_embd": SMALL.n_embd, "kl_warmup_tokens": 0, "beta_kl": 0.3, "lr": 1e-3,
+    config = TextConfig(**{"algo": "grpo", "n_embd": SMALL.n_embd, "kl_warmup_tokens": 0, "kl_coef": 0.3, "lr": 1e-3,
                            "max_grad_norm": 1e9, "batch_size": B, "horizon": T, **options})  # fmt: skip
     return learner_for(small_model(spread=3), Counts(IDS, SMALL.vocab_size), config), config
 
@@ -157,24 +156,24 @@ def test_rewards_by_hand() -> None:
     assert partial.flatten().tolist() == pytest.approx([-1, -2, credit, 1 + credit])
 
 
-@pytest.mark.parametrize("context", ["data", "model"])
-def test_a_group_is_the_rollouts_of_a_window_at_one_place(context: str) -> None:
-    shape = (B, T, K) if context == "data" else (B * K, T, 1)
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_group_is_the_rollouts_of_a_window_at_one_place(forced: bool) -> None:
+    shape = (B, T, K) if forced else (B * K, T, 1)
     rewards = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     advantages = group_advantages(learner_and_config()[0], rewards, K)
     for b in range(B):
         for t in range(T):
-            group = [(b, t, k) if context == "data" else (b * K + k, t, 0) for k in range(K)]
+            group = [(b, t, k) if forced else (b * K + k, t, 0) for k in range(K)]
             mean = sum(rewards[at].item() for at in group) / K
             expected = [rewards[at].item() - mean for at in group]
             assert [advantages[at].item() for at in group] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("context", ["data", "model"])
-def test_rollouts_read_what_they_should_and_say_what_the_policy_says(context: str) -> None:
-    learner, config = learner_and_config(context=context, k_samples=600)
+@pytest.mark.parametrize("forced", [True, False])
+def test_rollouts_read_what_they_should_and_say_what_the_policy_says(forced: bool) -> None:
+    learner, config = learner_and_config(teacher_forcing=forced, k_samples=600)
     rollouts = roll_out(learner, TEXT[:1], config)
-    if context == "data":
+    if forced:
         assert torch.equal(rollouts.rows.ids, TEXT[:1])
         first, right = rollouts.chosen[0, 0], rollouts.right
     else:
@@ -198,7 +197,7 @@ def plain_loss(learner: Learner, rollouts: Rollouts, config: TextConfig) -> Tens
         log_probs = learner.model.logits(learner.model(ids, torch.ones_like(ids)))[0].log_softmax(1)
         for t in range(T):
             reference = table.logits(ids[:, t])[0]
-            total = total + config.beta_kl * (log_probs[t].exp() * (log_probs[t] - reference)).sum() / (R * T)
+            total = total + config.kl_coef * (log_probs[t].exp() * (log_probs[t] - reference)).sum() / (R * T)
             for a in range(A):
                 group = [(r, t, k) for k in range(K)] if A == K else [(r // K * K + k, t, 0) for k in range(K)]
                 advantage = rewards[r, t, a] - sum(rewards[at] for at in group) / K
@@ -206,10 +205,10 @@ def plain_loss(learner: Learner, rollouts: Rollouts, config: TextConfig) -> Tens
     return total
 
 
-@pytest.mark.parametrize("context", ["data", "model"])
-def test_gradient_of_grpo_is_that_of_the_plain_loss(context: str) -> None:
+@pytest.mark.parametrize("forced", [True, False])
+def test_gradient_of_grpo_is_that_of_the_plain_loss(forced: bool) -> None:
     """Adam's first mean is a tenth of the gradient."""
-    learner, config = learner_and_config(context=context, k_samples=K)
+    learner, config = learner_and_config(teacher_forcing=forced, k_samples=K)
     state = learner.generator.get_state()
     rollouts = roll_out(learner, TEXT, config)
     learner.generator.set_state(state)
@@ -217,7 +216,7 @@ def test_gradient_of_grpo_is_that_of_the_plain_loss(context: str) -> None:
         len(rollouts.chosen) // B, 0
     )  # or hardly any would be right
     text = torch.cat((TEXT[:, :1], rollouts.right[:: len(rollouts.right) // B]), 1)
-    if context == "data":  # where the text is what is read: the draws have to be made again
+    if forced:  # where the text is what is read: the draws have to be made again
         rollouts = roll_out(learner, text, config)
         learner.generator.set_state(state)
     expected = torch.autograd.grad(plain_loss(learner, rollouts, config), list(learner.model.parameters()),
@@ -250,14 +249,14 @@ def test_value_loss_of_ppo_by_hand() -> None:
     assert figures["clip_share"] == 0
 
 
-@pytest.mark.parametrize(("algo", "context"), [("grpo", "data"), ("ppo", "data"), ("ppo", "model")])
-def test_rewards_teach_a_text(algo: str, context: str) -> None:
+@pytest.mark.parametrize(("algo", "forced"), [("grpo", True), ("ppo", True), ("ppo", False)])
+def test_rewards_teach_a_text(algo: str, forced: bool) -> None:
     """0 1 2 3 0 1 2 3 ...: that the next number follows is learnt from rewards alone."""
     ids = torch.arange(4).repeat(100)
     corpus = Corpus(CharTokens("0123"), ids, ids)
-    config = TextConfig(algo="ppo" if algo == "ppo" else "grpo", context="data" if context == "data" else "model",
-                        n_embd=32, beta_kl=0.0, batch_size=16, k_samples=16, critic_lr=5e-4, gamma=0.0, epochs=2,
-                        minibatches=2, lr=3e-3, horizon=6, iters=25)  # fmt: skip
+    config = TextConfig(algo="ppo" if algo == "ppo" else "grpo", teacher_forcing=forced,
+                        n_embd=32, kl_coef=0.0, batch_size=16, k_samples=16, critic_lr=5e-4, gamma=0.0, epochs=2,
+                        minibatches=2, lr=3e-3, horizon=6, steps=25)  # fmt: skip
     torch.manual_seed(0)
     model = GPT(GptConfig(1, 2, 32, 16, 4))
     rewards = [figures["reward"] for figures in learn(learner_for(model, model, config), corpus, config)]
@@ -272,7 +271,7 @@ def test_ppo_clips_once_the_policy_has_moved() -> None:
 
 def test_the_learning_rate_falls_to_the_end() -> None:
     """In the last half of four steps, as asked for; of a critic's rate too."""
-    learner, config = learner_and_config(lr_decay=0.5, algo="ppo", critic_lr=2e-3, iters=4)
+    learner, config = learner_and_config(lr_decay=0.5, algo="ppo", critic_lr=2e-3, steps=4)
     rates = [[group["lr"] for group in learner.optimizer.param_groups]
              for _ in learn(learner, Corpus(CharTokens("a"), IDS, IDS), config)]  # fmt: skip
     assert rates == [pytest.approx([share * 1e-3, share * 2e-3]) for share in (1, 1, 1, 0.5)]
@@ -344,17 +343,17 @@ def test_sampling_fills_a_fifth_more_in_each_step_and_keeps_what_stands(monkeypa
         assert torch.equal(earlier[stands], later[stands])
 
 
-@pytest.mark.parametrize("context", ["data", "model"])
+@pytest.mark.parametrize("forced", [True, False])
 @pytest.mark.parametrize("algo", STEPS)
 def test_every_tensor_of_a_step_and_a_report_is_made_where_the_model_is(
-    algo: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+    algo: Any, forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is made elsewhere has no content here.  Places of windows may be drawn anywhere: they are only looked up."""
     for name in ("randint", "randperm", "linspace"):
         monkeypatch.setattr(torch, name, partial(getattr(torch, name), device="cpu"))
     found = []
     for place in (contextlib.nullcontext, elsewhere):
-        learner, config = learner_and_config(algo=algo, context=context, iters=2, held_out=4, critic_lr=1e-2)
+        learner, config = learner_and_config(algo=algo, teacher_forcing=forced, steps=2, held_out=4, critic_lr=1e-2)
         with place():
             losses = [figures["loss"] for figures in learn(learner, CORPUS, config)]
             found.append(

@@ -17,11 +17,12 @@ from mini.__main__ import main, parse_arguments
 from mini.config import TextConfig, text_defaults
 from mini.grpo import supervised
 from mini.model import GPT, GptConfig, Rows
-from mini.text import STEPS, CharTokens, Corpus, Report, collapse, generation_report, next_token_report, summary
+from mini.runs import CharTokens
+from mini.text import STEPS, Corpus, Report, collapse, generation_report, next_token_report, summary
 from tests.mini.helpers import run_mini
 
 SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --latent 4"
-TINY = SHAPE + " --iters 4 --batch-size 4 --held-out 8 --track none --log-steps 1 --warm-steps 0"
+TINY = SHAPE + " --steps 4 --batch-size 4 --held-out 8 --track none --log-steps 1 --warm-steps 0"
 TEXT = "the cat sat on the mat; " * 60
 
 
@@ -57,7 +58,7 @@ def test_byte_pairs_are_reported_by_the_character(
     letters = [chr(b) for b in printable] + [chr(256 + n) for n in range(256 - len(printable))]
     (tmp_path / "encoder.json").write_text(json.dumps({text: i for i, text in enumerate([*letters, "th"])}))
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\nt h\n")
-    more = ("--tokens", "gpt2", "--vocabulary", tmp_path, "--held-out", 100, "--mask-share", 0.9)
+    more = ("--vocabulary", tmp_path, "--held-out", 100, "--mask-share", 0.9)
     result = run(tmp_path, capsys, "--algo", algo, *more)
     assert result["before"]["bits"] == pytest.approx(math.log2(258) * 22 / 24, abs=0.3)
     assert result["baselines"]["bigram"]["bits"] < result["baselines"]["commonest"]["bits"]
@@ -104,8 +105,8 @@ def test_free_rollouts_collapse_to_the_commonest_character(tmp_path: Path, capsy
     """Letters drawn at random, a third of them 'e': where nothing can be foretold, always saying it pays best."""
     draws = torch.randint(12, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "random.txt").write_text("".join("eeeeabcdfghi"[i] for i in draws))
-    words = ["--algo", "grpo", "--context", "model", "--data", tmp_path / "random.txt", "--lr", "3e-2", "--iters", "30",
-             "--batch", "16", "--beta-kl", "0", "--k-samples", "8", "--no-control"]  # fmt: skip
+    words = ["--algo", "grpo", "--no-teacher-forcing", "--data", tmp_path / "random.txt", "--lr", "3e-2",
+             "--steps", "30", "--batch-size", "16", "--kl-coef", "0", "--k-samples", "8", "--no-control"]  # fmt: skip
     result: Report = run(tmp_path, capsys, *words)
     assert result["collapse"] is not None
     assert result["after"]["commonest"] == "e"
@@ -152,12 +153,12 @@ def test_likelihood_as_a_baseline_has_the_same_start_and_as_much_time(
 
 
 @pytest.mark.parametrize("options", [
-    "--algo supervised", "--algo ppo --reference random", "--algo grpo --context model", "--algo denoise",
+    "--algo supervised", "--algo ppo --reference start", "--algo grpo --no-teacher-forcing", "--algo denoise",
 ])  # fmt: skip
 def test_a_resumed_run_has_the_same_numbers(options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*options.split(), "--no-control", "--warm-steps", "2"]
     whole = run(tmp_path, capsys, *words)
-    run(tmp_path, capsys, *words, "--iters", 2, name="other")
+    run(tmp_path, capsys, *words, "--steps", 2, name="other")
     resumed = run(tmp_path, capsys, *words, "--resume", name="other")
     assert (resumed["before"], resumed["after"]) == (whole["before"], whole["after"])
     states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("run", "other")]
@@ -175,10 +176,9 @@ def test_a_run_that_lost_a_file_is_not_resumed(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("algo", ["grpo", "denoise"])
-def test_a_run_writes_on_from_a_prompt(algo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A denoiser has none, and writes windows."""
-    run(tmp_path, capsys, "--algo", algo)
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_a_run_writes_on_from_a_prompt(attention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, capsys, "--algo", "grpo", "--attention", attention)
     first, again, other = (
         run_mini("sample", "--init", tmp_path / "run", "--k-samples", 3, "--seed", seed, "--prompt", "the ")
         for seed in (1, 1, 2)
@@ -186,77 +186,43 @@ def test_a_run_writes_on_from_a_prompt(algo: str, tmp_path: Path, capsys: pytest
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout != other.stdout
     rows = first.stdout.partition("\n")[2].split("\n---\n")[:-1]  # behind a line about the model
-    assert [len(row) for row in rows] == [128 if algo == "grpo" else 8] * 3  # the whole context, or a window
+    assert [len(row) for row in rows] == [4 + 64] * 3
     assert set("".join(rows)) <= set(TEXT)
-    assert algo == "denoise" or all(row.startswith("the ") for row in rows)
+    assert all(row.startswith("the ") for row in rows)
+    assert run_mini("sample", "--init", tmp_path / "run").returncode == 0  # from the text's first character
 
 
 @pytest.mark.parametrize(("words", "complaint"), [
-    (["--prompt", "the Cat"], "--prompt: the run's text has no 'C'"),
-    (["--prompt", ""], "--prompt must have 1 to 127 tokens, not 0"),
-    (["--prompt", "the " * 32], "--prompt must have 1 to 127 tokens, not 128"),
+    (["sample", "--prompt", "the Cat"], "--prompt: the text has no 'C'"),
+    (["sample", "--prompt", ""], "--prompt is empty"),
+    (["sample", "--prompt", "the " * 32], "lower --max-new-tokens"),
+    (["eval"], "has the model of a text: only sample can read it"),
 ])  # fmt: skip
-def test_a_prompt_that_a_run_cannot_go_on_from_is_one_line(
+def test_what_a_texts_model_cannot_do_is_one_line(
     words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, capsys)
-    done = run_mini("sample", "--init", tmp_path / "run", *words)
-    assert (done.returncode, done.stderr) == (2, f"error: {complaint}\n")
-
-
-def test_a_denoiser_needs_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, capsys, "--algo", "denoise")
-    assert run_mini("sample", "--init", tmp_path / "run").returncode == 0
-
-
-def test_a_run_without_a_checkpoint_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, capsys)
-    path = tmp_path / "run" / "checkpoint.pt"
-    state = torch.load(path, weights_only=True)
-    for damaged in ({**state, "config": {}}, {**state, "extra": {}}, {**state, "model": {}}, torch.zeros(3)):
-        torch.save(damaged, path)
-        done = run_mini("sample", "--init", tmp_path / "run", "--prompt", "the ")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "checkpoint" in done.stderr
-    path.unlink()
-    done = run_mini("sample", "--init", tmp_path / "run", "--prompt", "the ")
+    done = run_mini(*words, "--init", tmp_path / "run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "No such file" in done.stderr
+    assert complaint in done.stderr
 
 
-def test_aliases_and_underscores() -> None:
-    words = "text --algo grpo --batch 7 --ref_type=random --neg_reward --beta_kl 0.5 --kl_warmup_tokens 9 --k_samples 3"
-    config = parse_arguments(words.split())
+def test_defaults_depend_on_the_algorithm_and_yield_to_what_is_given() -> None:
+    config = parse_arguments(["text", "--algo", "grpo", "--batch_size=7", "--kl_coef", "0.5", "--no-teacher-forcing"])
     assert isinstance(config, TextConfig)
-    assert (config.batch_size, config.reference, config.reward_mode) == (7, "random", "pm1")
-    assert (config.beta_kl, config.kl_warmup_tokens, config.k_samples) == (0.5, 9, 3)
-
-
-@pytest.mark.parametrize(("algo", "tokens", "horizon", "lr"), [
-    ("supervised", "char", 70, 3e-4), ("grpo", "char", 70, 1e-5), ("ppo", "char", 32, 3e-5), ("grpo", "gpt2", 32, 1e-5),
-])  # fmt: skip
-def test_the_published_defaults_depend_on_the_algorithm(algo: str, tokens: str, horizon: int, lr: float) -> None:
-    config = text_defaults(algo, "published", tokens)
-    assert (config.algo, config.recipe, config.horizon, config.lr) == (algo, "published", horizon, lr)
-
-
-def test_what_is_given_goes_before_the_recipe() -> None:
-    words = "text --algo denoise --recipe published --horizon 5 --lr 0.1"
-    config = parse_arguments(words.split())
-    assert isinstance(config, TextConfig)
-    assert (config.horizon, config.lr, config.n_layer) == (5, 0.1, 6)
-    assert text_defaults("ppo", "stable", "gpt2").horizon == TextConfig().horizon
+    assert (config.batch_size, config.kl_coef, config.teacher_forcing) == (7, 0.5, False)
+    assert (config.steps, config.warm_steps, config.lr) == (700, 900, 1e-3)
+    assert parse_arguments(["text", "--algo=ppo"]) == text_defaults("ppo") != text_defaults("grpo")
 
 
 @pytest.mark.parametrize(("options", "complaint"), [
-    ("--recipe published --horizon 256", "--block 256 has no room for windows of 256 tokens"),
+    ("--horizon 128", "--n-positions 128 has no room for windows of --horizon 128"),
     ("--n-embd 50 --n-head 3", "--n-embd 50 cannot be shared by --n-head 3"),
-    ("--tokens gpt2", "--tokens gpt2 needs --vocabulary"),
+    ("--vocabulary /nowhere", "/nowhere has no GPT-2 vocabulary"),
     ("--algo grpo --k-samples 1", "--k-samples 1 leaves GRPO nothing to compare"),
     ("--data missing.txt", "--data missing.txt: No such file or directory"),
     ("--data {bytes}", "is no UTF-8 text"),
     ("--data {short}", "the text has 5 tokens"),
-    ("--recipe published --block 60", "--block 60 has no room for windows of 70 tokens"),
     ("--mask-share 2", "--mask-share must lie between"),
     ("--resume", "--resume needs the --log-dir"),
     ("--algo magic", "magic"),
