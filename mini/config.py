@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo", "best"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-SMALL_LR = 5e-4  # of the small model
+SMALL_LR = 2e-4  # of the small model
 PRETRAINED_LR = 1e-5  # with --init
 
 
@@ -83,10 +83,10 @@ class ModelOptions(ChessOptions):
 class GrpoOptions:
     """The algorithm."""
 
-    steps: Annotated[int, (0, 1e7)] = 400  # GRPO steps
+    steps: Annotated[int, (0, 1e7)] = 200  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
-    lr: Annotated[float | None, (0, 1)] = None  # default: 5e-4 for the small model, 1e-5 with --init
+    lr: Annotated[float | None, (0, 1)] = None  # default: 2e-4 for the small model, 1e-5 with --init
     lr_warmup: Annotated[int, (0, 1e7)] = 5  # steps of learning rate warm-up
     lr_decay: Annotated[float, (0, 1)] = 0.3  # final share of the steps in which the learning rate falls to 0
     updates: Annotated[int, (1, 100)] = 1  # passes over a step's completions, each with one optimizer step
@@ -112,6 +112,8 @@ class GrpoOptions:
 class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
     """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
 
+    p_share: Annotated[float, (0, 1)] = 0.8  # share of P among prompts and the control's documents
+
     def check(self) -> None:
         """Raise UsageError where two options contradict each other."""
         if self.temperature == 0:
@@ -132,11 +134,11 @@ class PretrainOptions(ChessOptions):
     n_layer: Annotated[int, (1, 100)] = 8
     n_head: Annotated[int, (1, 100)] = 5
     n_embd: Annotated[int, (1, 1e5)] = 160  # width
-    steps: Annotated[int, (0, 1e9)] = 40_000  # training steps
-    batch_size: Annotated[int, (1, 4096)] = 32  # documents per step
-    lr: Annotated[float, (0, 1)] = 1e-3  # learning rate
+    steps: Annotated[int, (0, 1e9)] = 2_800  # training steps
+    batch_size: Annotated[int, (1, 4096)] = 512  # documents per step
+    lr: Annotated[float, (0, 1)] = 2e-3  # learning rate
     lr_decay: Annotated[float, (0, 1)] = 0.5  # final share of the steps in which the rate falls to 0
-    eval_steps: Annotated[int, (1, 1e7)] = 2_000  # steps between held-out losses
+    eval_steps: Annotated[int, (1, 1e7)] = 1_000  # steps between held-out losses
 
 
 @dataclass(kw_only=True)
