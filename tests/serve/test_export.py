@@ -626,7 +626,7 @@ def test_a_disk_that_fills_up_is_one_line(learned: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(export, "write_adapter", fill)
     config = export.ExportConfig(learned, "lora", tmp_path / "out", verify=False)
     with pytest.raises(UsageError, match=r"out cannot be written \(No space left .*: choose another --output-dir$"):
-        export.export(config, Console(quiet=True), program.tiny_task)
+        export.export(config, Console(quiet=True), program.game_spec)
     assert list(tmp_path.iterdir()) == []
 
 
