@@ -1296,7 +1296,7 @@ class EvalConfig(EvalOptions, HeldOutOptions, GameOptions, ModelOptions):
 class PlayOptions:
     """Which games to play."""
 
-    player: str  # Python source of strategy(board), or a run's folder; after --model, a URL or what eval takes
+    player: str  # Python source that defines strategy(board), or a run's folder; with --model, a URL or what eval takes
     model: bool = False  # the player is a model, a server's (http://HOST:PORT) or one that is loaded here
     answers: Annotated[int, (1, 1000)] = 8  # of the model; the best one's program plays
     served_name: str = ""  # the model's name at the server; default: the only one that it lists
