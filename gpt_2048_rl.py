@@ -1313,7 +1313,7 @@ class PlayOptions:
         """The game can be played, and a model's options ask one."""
         if not self.model and (self.answers, self.seed) != (PlayOptions.answers, PlayOptions.seed):
             raise UsageError("--answers and --seed need a model after --model: boards have --seeds")
-        if (self.served_name or self.api_key_file) and not (self.model and self.file.startswith("http")):
+        if (self.served_name or self.api_key_file) and not (self.model and self.player.startswith("http")):
             raise UsageError("--served-name and --api-key-file need a server's URL after --model")
         try:
             check_game(self.size, self.target)
