@@ -62,7 +62,7 @@ class ChessOptions(CommonOptions):
 
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
+    p_share: Annotated[float, (0, 1)] = 0.8  # share of P among documents and prompts
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
@@ -112,8 +112,6 @@ class GrpoOptions:
 class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
     """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
 
-    p_share: Annotated[float, (0, 1)] = 0.8  # share of P among prompts and the control's documents
-
     def check(self) -> None:
         """Raise UsageError where two options contradict each other."""
         if self.temperature == 0:
@@ -128,6 +126,7 @@ class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
 class PretrainOptions(ChessOptions):
     """The corpus, the model and its training."""
 
+    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
     init: Path | None = None  # go on from this folder's model, instead of from GPT-2's own start values
