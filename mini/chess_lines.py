@@ -616,10 +616,14 @@ def tables(columns: dict[str, Report]) -> str:
 # Commands
 
 
+def model_folder(folder: Path) -> Path:
+    """A folder with a model, or the model's in a run's folder."""
+    return folder / "model" if (folder / "model").is_dir() else folder
+
+
 def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
     """The start, the task, and the sampling options."""
-    folder = config.init or PRETRAINED
-    folder = folder / "model" if (folder / "model").is_dir() else folder
+    folder = model_folder(config.init or PRETRAINED)
     tokens = load_tokens(folder)
     if tokens.name == "chars" and not isinstance(config, SampleConfig):
         raise UsageError(f"{folder} has the model of a text: only sample can read it")

@@ -129,7 +129,7 @@ class PretrainOptions(ChessOptions):
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
-    init: Path | None = None  # go on from this folder's model, instead of from GPT-2's own start values
+    init: Path | None = None  # go on from this folder's model or run, instead of from GPT-2's own start values
     n_layer: Annotated[int, (1, 100)] = 8
     n_head: Annotated[int, (1, 100)] = 5
     n_embd: Annotated[int, (1, 1e5)] = 160  # width
@@ -147,6 +147,9 @@ class PretrainConfig(PretrainOptions, RunOptions):
     def check(self) -> None:
         """Raise UsageError where two options contradict each other."""
         check_heads(self.n_embd, self.n_head)
+        shape, usual = ((kind.n_layer, kind.n_head, kind.n_embd) for kind in (self, PretrainConfig))
+        if self.init and shape != usual:
+            raise UsageError("--n-layer, --n-head and --n-embd are of a new model: --init has its own")
 
 
 @dataclass(kw_only=True)

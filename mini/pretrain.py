@@ -44,7 +44,9 @@ from mini.chess_lines import (
     environment_line,
     evaluate,
     illegal_move,
+    load_tokens,
     mirrored,
+    model_folder,
     policy_line,
     prepare,
     prompts_of,
@@ -269,7 +271,9 @@ def pretraining(learner: Learner, steps: Steps, task: ChessTask, config: Pretrai
 
 def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     """Train a new model; write it in 16 bits; report on held-out lines of the corpus and of the chess job."""
-    run, tokens = Run(config), LineTokens()
+    run, tokens, start = Run(config), LineTokens(), config.init and model_folder(config.init)
+    if start and load_tokens(start).name != tokens.name:
+        raise UsageError(f"{start} has other tokens than chess lines: name a model that pretrain made")
     lines = read_lines(config.data)
     corpus = take_out(lines, config.held_out, tokens)
     task, usual = (ChessTask(tokens, config, Corpus({}, held)) for held in (corpus, usual_held_out(config.held_out)))
@@ -277,7 +281,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     shape = GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size)
-    model = load_model(config.init) if config.init else GPT(shape)
+    model = load_model(start) if start else GPT(shape)
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
     learner = make_learner(model, model, config.lr, config.seed)

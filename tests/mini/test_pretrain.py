@@ -95,6 +95,17 @@ def test_its_model_is_for_init(data: Path, tmp_path: Path) -> None:
     assert done.stdout.count("log-probability") == 2
 
 
+def test_it_goes_on_from_a_model(data: Path, tmp_path: Path) -> None:
+    """Nothing is trained, so the weights are those that it began from."""
+    short = ("--held-out", 4, "--max-new-tokens", 8, "--track", "none", "--data", data)
+    done = run_mini("pretrain", "--init", PRETRAINED, *short, "--steps", 0, "--log-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert digest(tmp_path / "model") == DIGEST
+    done = run_mini("pretrain", "--init", PRETRAINED, *short, "--n-layer", 2)
+    assert done.returncode == 2
+    assert "--init has its own" in done.stderr
+
+
 def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_lines(tmp_path / "none")
