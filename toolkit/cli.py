@@ -276,7 +276,11 @@ def check_start(config: Any) -> None:
 
 
 def check_schedule(config: Any, default: Any) -> None:
-    """Raise UsageError for a part of the schedule that is longer than a new run.  A default may be, in a short try."""
+    """Raise UsageError for a part of the schedule that is longer than a new run, which a default may be in a short try,
+    and for one that the schedule does not have.
+    """
+    if config.lr_schedule == "linear" and config.decay_steps != default.decay_steps:
+        raise UsageError("--decay-steps needs --lr-schedule constant: linear falls from the warm-up's end on")
     for name in ("warmup_steps", "decay_steps"):
         if config.steps < (value := getattr(config, name)) != getattr(default, name):
             raise UsageError(

@@ -100,6 +100,7 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["compare", "", "b"], "a name is empty"),
         (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 80: name fewer, or below"),
         (["--model", "tiny", "--warmup-steps", "6", "--steps", "4"], "--warmup-steps 6 is more than --steps 4"),
+        (["--lr-schedule", "linear", "--decay-steps", "9"], "--decay-steps needs --lr-schedule constant: linear falls"),
         (["--model", "tiny", "--max-seq-length", "100"], "--max-seq-length 100 is too short: prompt and completion"),
         (["play", "/dev/null", "--answers", "3"], "--answers and --seed need a model after --model"),
         (["play", "/dev/null", "--seed", "3"], "need a model after --model: boards have --seeds"),

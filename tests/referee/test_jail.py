@@ -477,14 +477,14 @@ def strategy(board):
 def test_idle_moves_buy_no_time(pool: Pool) -> None:
     """A search that returned keys without effect before each move had 164 s for a game: tile 1024 and not 512.
 
-    This program uses less than a millisecond a move, which bought it a whole game.  Its second is over before a
-    thousand of its moves have changed the board.
+    Its limit grows with a thousand moves that change the board.  A third of this program's do.  With a limit of a
+    second, a fast machine played the whole game in it.
     """
-    (result,) = play(pool, IDLES, 1, timeout=1.0, target=1 << 64)
-    changed = re.fullmatch(r"more than 1 s of CPU time, and (\d+) moves changed the board", result.detail)
+    (result,) = play(pool, IDLES, 1, timeout=0.25, target=1 << 64)
+    changed = re.fullmatch(r"more than 0.25 s of CPU time, and (\d+) moves changed the board", result.detail)
     assert (result.outcome, bool(changed)) == ("timeout", True)
     assert changed
-    assert int(changed[1]) < 1000 < result.steps
+    assert int(changed[1]) < result.steps / 2
 
 
 def test_a_player_is_not_charged_for_its_jail(lone: Pool) -> None:

@@ -148,10 +148,10 @@ def score_table(stage: str, scores: Mapping[str, Score], target: int) -> Table:
                 player,
                 (
                     f"{score.won:.0%}",
-                    f"{score.won_low:.0%} to {score.won_high:.0%}",
+                    f"{100 * score.won_low:.0f}–{score.won_high:.0%}",
                     (score.won_low, score.won, score.won_high),
                 ),
-                (f"{median:.0f}", f"{low:.0f} to {high:.0f}" if interval else "", marks),
+                (f"{median:.0f}", f"{low:.0f}–{high:.0f}" if interval else "", marks),
                 f"{score.mean_log2_tile:.2f}",
                 str(score.games),
             ]
