@@ -1355,10 +1355,11 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
     return {"reasoning_effort": "low" if reasoning == "none" else reasoning, "enable_thinking": reasoning != "none"}
 
 
-def load_model(name: str, config: AnyConfig, say: Callable[[Any], None]) -> tuple[Any, Any]:
-    """A model and its tokenizer.  Raises UsageError, in one line."""
+def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains: bool = False) -> tuple[Any, Any]:
+    """A model and its tokenizer; if it `trains`, of an adapter the base alone: see `begin_from`.  Raises UsageError, in
+    one line."""
     plain = machine.uses_transformers(config, name)
-    name, load = machine.prepare(name, config, say, game_spec)
+    name, load = machine.prepare(name, config, say, game_spec, trains)
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch
@@ -1803,7 +1804,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     trackers.keep_in(run, config.report_to)
     games = held_out_games(config)
     say = partial(view.print, soft_wrap=True)
-    model, tokenizer = load_model(config.model, config, say)
+    model, tokenizer = load_model(config.model, config, say, trains=True)
     model = add_adapters(model, config)
     if machine.adapter_base(config.model):
         say(f"beginning from {config.model}")

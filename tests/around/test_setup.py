@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # of what a change of setup.sh or of pins may break, and nothing else
+
 PROJECT = Path(__file__).resolve().parents[2]
 PINS = [
     requirement

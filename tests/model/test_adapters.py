@@ -105,7 +105,8 @@ def check_the_start(adapter: str, folder: str, loader: str) -> None:
 
     config = program.train_defaults(adapter)
     config.loader = loader  # type: ignore[assignment]
-    model, tokenizer = program.load_model(adapter, config, lambda _: None)
+    whole, tokenizer = program.load_model(adapter, config, lambda _: None)
+    model, _ = program.load_model(adapter, config, lambda _: None, trains=True)
     model = program.add_adapters(model, config)
     asked = tokenizer("def strategy(board):", return_tensors="pt")["input_ids"]
 
@@ -114,6 +115,8 @@ def check_the_start(adapter: str, folder: str, loader: str) -> None:
             return model(asked).logits
 
     base = logits()
+    with torch.no_grad():  # a benchmark with a training's options once evaluated the base alone
+        assert not torch.allclose(whole(asked).logits, base)
     adapters.begin_from(model, Path(adapter))
     start, stored = logits(), load_file(Path(adapter, adapters.WEIGHTS))
     assert not torch.allclose(start, base)

@@ -336,6 +336,7 @@ def test_a_run_says_what_made_it(undisturbed: Path) -> None:
     assert set(origin) == {"started", "versions", "git", "tiny"}
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(unfinished: Path) -> None:
     """Checkpoints stay whole.  The first signal is SIGTERM, which works like Ctrl-C."""
     log = unfinished.parent / "log"
@@ -437,6 +438,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(base: Path, tmp_path: Path) ->
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_removed_folder_is_said_in_one_line(unfinished: Path) -> None:
     log = unfinished.parent / "log"
     with started(*command(unfinished.parent), log=log) as process:

@@ -177,9 +177,9 @@ def trainer(pool: str) -> tuple[subprocess.Popen[str], set[int]]:
     [
         ("program.shared_pool()", signal.SIGKILL),
         ("program.shared_pool()", signal.SIGINT),
-        ("program.shared_pool()", signal.SIGTERM),
-        ("program.Pool(2)", signal.SIGINT),
-        ("program.Pool(2, jailed=False)", signal.SIGKILL),
+        pytest.param("program.shared_pool()", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("program.Pool(2)", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("program.Pool(2, jailed=False)", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_no_process_outlives_its_trainer(pool: str, sign: signal.Signals) -> None:
@@ -252,7 +252,7 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("end", ["", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "raise KeyboardInterrupt"])
 def test_leaving_does_not_wait_for_games(end: str) -> None:
     """concurrent.futures plays the whole queue before Python may end: these games would take minutes."""
     assert run_python(LEAVES.format(end=end)).returncode == (0 if not end else -signal.SIGINT)

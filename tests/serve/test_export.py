@@ -339,6 +339,7 @@ def test_rounding_that_undoes_the_training_is_said(learned: Path, mxfp4: Path, t
         assert said[0] <= int(left[1]) <= said[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_prompts")
 def test_an_exported_model_can_be_evaluated(mxfp4: Path, learned: Path, tmp_path: Path) -> None:
     exported(learned, "merged_16bit", tmp_path / "merged")
@@ -488,7 +489,8 @@ def test_the_share_of_the_shift_that_is_kept_is_told(share: float) -> None:
     assert (abs(found.kl) < 1e-6) == (share == 1.0)
 
 
-@pytest.mark.parametrize("format", ["lora", pytest.param("merged_16bit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
 def test_what_loses_nothing_is_found_equal(trained: Run, tmp_path: Path, format: str) -> None:
     """The figures are printed and in the card.  A model that is hardly trained has ties, which bfloat16 decides."""
     told = exported(trained.folder, format, tmp_path / "out", verify=True)

@@ -612,14 +612,13 @@ def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
 
 
 def prepare(
-    name: str, config: ModelConfig, say: Callable[[Any], None], spec: Callable[[str], GameSpec]
+    name: str, config: ModelConfig, say: Callable[[Any], None], spec: Callable[[str], GameSpec], trains: bool
 ) -> tuple[str, dict[str, Any]]:
     """Everything before a model is loaded: environment, settings, checks, the embedded model's warm start.
 
     Returns the name or folder to load, and the arguments of Unsloth's loader.  Training loads an adapter's base; the
     adapter is added later.  `spec` says what the warm start has to know of a keyboard layout.
     """
-    trains = hasattr(config, "lora_rank")
     base, plain = adapter_base(name), uses_transformers(config, name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
     is_smollm2 = base_of(name) == "smollm2"
