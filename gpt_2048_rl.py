@@ -70,7 +70,6 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from toolkit.games.programs import BackgroundGames
@@ -766,14 +765,13 @@ def _read(job: Job) -> tuple[str, str] | Verdict:
         return len(source.encode("utf-8", "surrogatepass")) > LIMITS.source_bytes
 
     source = extract_function(job.text, job.reasons) if job.completion else job.text
-    if source is not None and job.completion and not is_too_long(source):
+    if source and job.completion and not is_too_long(source):
         source = visible_program(source)
-    if source is not None and is_too_long(source):
+    if source and is_too_long(source):
         return _no_verdict(job, None, "fail", "error", f"the source is longer than {LIMITS.source_bytes} bytes")
-    parses = source is not None and parse(source) is not None
-    if source is None or (job.completion and not parses):  # of a file, its player says what is wrong
+    if source is None or (job.completion and not parse(source)):  # of a file, its player says what is wrong
         return _no_verdict(job, source, "none", "no_function", "no strategy(board) that Python can parse")
-    return source, printable(find_cheating(source)) if source and parses else ""
+    return source, printable(find_cheating(source))
 
 
 def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
@@ -818,7 +816,9 @@ def worker_main(core: int, jailed: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMITS.referee_bytes, LIMITS.referee_bytes))
     try:
         print(json.dumps({"refusal": refusal}), flush=True)
-        for line in () if refusal else sys.stdin:
+        if refusal:
+            return
+        for line in sys.stdin:
             if not referee.lives():
                 return
             print(json.dumps({"begun": True}), flush=True)  # a worker that dies before this costs the job no try
@@ -1485,7 +1485,7 @@ class Evaluator:
     def __init__(self, config: AnyConfig, size: int, target: int, goal: int = TO_THE_END, every: int = 1) -> None:
         self.config, self.size, self.target, self.goal = config, size, target, goal
         self.letters = LAYOUTS[config.keys]  # for up, down, left and right
-        self.held_out_seeds = board_seeds(-(-config.games // every), held_out=True)
+        self.held_out_seeds = board_seeds(math.ceil(config.games / every), held_out=True)
         self.at = partial(Evaluator, config)
 
     def boards(self, count: int, purpose: str) -> tuple[int, ...]:
@@ -1579,18 +1579,15 @@ class Rollouts:
         self.last: dict[str, Any] = {"step": 0}  # the last step's line
         self.flat: list[bool] = []  # for each group of the last step: does it have no gradient?
 
-    def record(self, completions: Sequence[Any], rewards: torch.Tensor, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Write down a step: this rank's completions, and all ranks' rewards with their weighted sum (B, R + 1)."""
+    def record(self, completions: Sequence[Any], totals: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> None:
+        """Write down a step: this rank's completions, and the weighted sums of all ranks' rewards."""
         from accelerate.utils import gather_object
 
         rows = [
             {"text": completion_text(completion), **logged(verdict, columns["size"][0])}
             for completion, verdict in zip(completions, judge(completions, **columns), strict=True)
         ]
-        rows = [
-            row | {"reward": round(values[-1], 4)}  # the sum
-            for row, values in zip(gather_object(rows), rewards.tolist(), strict=True)
-        ]
+        rows = [row | {"reward": round(total, 4)} for row, total in zip(gather_object(rows), totals, strict=True)]
         self.add(
             {
                 "step": self.last["step"] + 1,
@@ -1651,7 +1648,6 @@ def skip_steps(trainer: Any, rollouts: Rollouts, config: TrainConfig) -> Any:
 
 def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[Any]:
     """TRL's GRPOTrainer without the flat groups.  It writes down every step; the toolkit adds checkpoints, curves."""
-    import torch
     from trl import GRPOTrainer
 
     class Trainer(AtomicCheckpoints, GRPOTrainer):  # type: ignore[misc]
@@ -1667,9 +1663,9 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
         def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
             began = time.perf_counter()
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)  # (B of all ranks, R)
-            total = (rewards * self.reward_weights.to(rewards.device)).sum(1, keepdim=True)
+            totals = (rewards * self.reward_weights.to(rewards.device)).sum(1)  # (B of all ranks,)
             columns = {name: [row[name] for row in inputs] for name in inputs[0] if name != "prompt"}
-            rollouts.record(completions, torch.cat((rewards, total), 1), columns)
+            rollouts.record(completions, totals.tolist(), columns)
             self.seconds["score"] = time.perf_counter() - began
             return rewards
 
