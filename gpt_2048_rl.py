@@ -442,25 +442,25 @@ def _load(source: bytes) -> tuple[bytes, Callable[[object], object] | None]:
     return (b"load", strategy) if callable(strategy) else (b"none" + b"no function strategy(board)", None)
 
 
-_TOKEN_BYTES = 4
+_NONCE_BYTES = 4
 _NOT_A_KEY, _RAISED = 254, 255
 
 
 def _answer(strategy: Callable[[object], object], size: int, keys: str, channel: int) -> None:
-    """Answer messages (a token, a board's exponents) with the token and a direction, or a larger number and a note."""
+    """Answer messages (a nonce, a board's exponents) with the nonce and a direction, or a larger number and a note."""
     table, tile = key_table(keys), _TILES.__getitem__
     rows = itemgetter(*(slice(start, start + size) for start in range(0, size * size, size)))
     read, write = os.read, os.write
     while message := read(channel, 512):
         note = b""
         try:
-            key = strategy(list(rows(list(map(tile, message[_TOKEN_BYTES:])))))  # fresh lists at every call
+            key = strategy(list(rows(list(map(tile, message[_NONCE_BYTES:])))))  # fresh lists at every call
             direction = direction_of(key, table)
             if direction is None:
                 direction, note = _NOT_A_KEY, _describe(key)
         except BaseException as error:
             direction, note = _RAISED, _describe(error)
-        write(channel, message[:_TOKEN_BYTES] + bytes((direction,)) + note)
+        write(channel, message[:_NONCE_BYTES] + bytes((direction,)) + note)
 
 
 def _player(jail: Jail | None, channel: int, parent: int) -> None:
@@ -596,13 +596,13 @@ class _PlayerProcess:
 
     def choose(self, board: bytes) -> tuple[int, bytes]:
         """Its answer to a board of exponents: an index in DIRECTIONS, or a larger number and a note."""
-        token = os.urandom(_TOKEN_BYTES)  # only a player that has read this board knows it: no early or double answers
-        self._send(token + board)
+        nonce = os.urandom(_NONCE_BYTES)  # only a player that has read this board knows it: no early or double answers
+        self._send(nonce + board)
         answer = self._receive()
-        if not answer.startswith(token) or len(answer) == _TOKEN_BYTES:
+        if not answer.startswith(nonce) or len(answer) == _NONCE_BYTES:
             raise GameOver("error", "the player broke the protocol")
-        self.moves.append(direction := answer[_TOKEN_BYTES])
-        return direction, answer[_TOKEN_BYTES + 1 :]
+        self.moves.append(direction := answer[_NONCE_BYTES])
+        return direction, answer[_NONCE_BYTES + 1 :]
 
     def _send(self, message: bytes) -> None:
         try:
@@ -1721,8 +1721,15 @@ def make_trainer(
     weights = {**dict.fromkeys(REWARDS, 1.0), ends_in_time: config.cut_off_price}
     same = ("temperature", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "loss_type",
             "scale_rewards", "entropy_coef", "beta", "save_steps")  # fmt: skip
+    others: dict[str, Any] = {name: getattr(config, name) for name in same}  # TRL's names
+    if config.lr_schedule == "constant":
+        others["lr_scheduler_kwargs"] = {"num_decay_steps": decay}
+    if plain:
+        others["gradient_checkpointing"] = gpu  # Unsloth's loader has set it
+    elif gpu:
+        others["unsloth_grpo_mini_batch"] = 1  # unnamed, its forward passes a batch follow from the memory free then
     arguments = GRPOConfig(
-        **{name: getattr(config, name) for name in same},  # TRL's names
+        **others,
         output_dir=str(run),
         max_steps=config.steps,
         logging_steps=1,
@@ -1736,12 +1743,9 @@ def make_trainer(
         chat_template_kwargs=template_arguments(config.reasoning),
         reward_weights=[*weights.values()],
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
-        lr_scheduler_kwargs={} if config.lr_schedule == "linear" else {"num_decay_steps": decay},
         optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
         vllm_importance_sampling_correction=config.sampler == "vllm",  # Unsloth's default is off
         mask_truncated_completions=False,  # Unsloth would mask them with dapo, and clip otherwise
-        # Unsloth's loader has set checkpointing.  Unnamed, its forward passes a batch follow from the memory free then.
-        **({"gradient_checkpointing": gpu} if plain else {"unsloth_grpo_mini_batch": 1} if gpu else {}),
         router_aux_loss_coef=0.0,  # gpt-oss ships 0.9, which would be added to the loss
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
         save_strategy="steps",
@@ -1768,7 +1772,9 @@ def learn(
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
     progress = watch.Progress(rollouts, games, run, console)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
-    progress.train(trainer)
+    checkpoint = progress.begin(trainer)
+    with progress.watching():
+        trainer.train(resume_from_checkpoint=checkpoint)
     weights = ranks.whole_weights(trainer)
     if RANK == 0:
         model.save_pretrained(run / "adapter", state_dict=weights)

@@ -263,8 +263,9 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         games = programs.BackgroundGames([stage], partial(program.Evaluator, config))
         progress = watch.Progress(rollouts, games, scratch, Console(stderr=True))  # tells steps as they end
         trainer = program.make_trainer(model, tokenizer, config, scratch, rollouts, rows, progress)
-        with forced(model, texts), counting(model) as passes:
-            progress.train(trainer)
+        progress.begin(trainer)
+        with forced(model, texts), counting(model) as passes, progress.watching():
+            trainer.train()
         steps = [entry for entry in trainer.state.log_history if "seconds/update" in entry][1:]
         generate, score, update, gap = (
             statistics.median(step[name] for step in steps)

@@ -75,7 +75,9 @@ def steps_of(side: str, args: Args, folder: Path) -> tuple[list[float], list[str
             progress = watch.Progress(rollouts, games, folder, Console(file=file, force_terminal=True))
             trainer = program.make_trainer(model, tokenizer, config, folder, rollouts, rows, progress)
             record(trainer, ends, last)
-            progress.train(trainer)
+            progress.begin(trainer)
+            with progress.watching():
+                trainer.train()
     return [after - before for before, after in pairwise(ends)], last
 
 

@@ -28,9 +28,8 @@ from torch import Tensor
 from mini.config import ChessConfig, PretrainConfig, TextConfig
 from mini.grpo import Learner
 from mini.model import GPT, Diverged, GptConfig
-from toolkit import UsageError
+from toolkit import UsageError, spelled
 from toolkit.base.files import write_whole
-from toolkit.cli import spelled
 
 say = partial(print, flush=True)
 

@@ -47,7 +47,7 @@ FAULTS = (
     Fault("jail", "jail", '((16, 0x80000000, False),)', '()'),
     Fault("jail", "jail", '["cpu_seconds"], LIMITS.memory_bytes)', '["cpu_seconds"], LIMITS.referee_bytes)'),
     Fault("jail", "jail", 'if self._capset(', 'if False and self._capset('),
-    Fault("jail", "hostile jail", 'not answer.startswith(token) or len(answer) ==', 'len(answer) <='),
+    Fault("jail", "hostile jail", 'not answer.startswith(nonce) or len(answer) ==', 'len(answer) <='),
     Fault("jail", "jail regressions hostile", 'cpu_seconds(self.changes)', 'cpu_seconds(LIMITS.paid_moves)'),
     Fault("jail", "games", 'idle = 0 if changed else idle + 1', 'idle += not changed'),
     Fault("jail", "games rewards", 'env={"PYTHONHASHSEED": "0", ', 'env={'),

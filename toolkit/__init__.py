@@ -75,3 +75,8 @@ def stage_name(size: int, target: int) -> str:
 def cache_folder() -> Path:
     """Where the embedded model, compiled code and the key of the held-out boards are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt_2048_rl"
+
+
+def spelled(name: str) -> str:
+    """A field's name as an option."""
+    return "--" + name.replace("_", "-")

@@ -21,7 +21,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from toolkit import VLLM, UsageError
+from toolkit import VLLM, UsageError, spelled
 from toolkit.base import bars
 from toolkit.base.ranks import RANK, RANKS, SHARDED
 from toolkit.run import trackers
@@ -39,7 +39,7 @@ def chosen(argv: Sequence[str], options: Mapping[str, str], switch: str) -> dict
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}", dest=name, default=default)
+        parser.add_argument(spelled(name), f"--{name}", dest=name, default=default)
     parser.add_argument(f"--{switch}", action="store_true")
     try:
         return vars(parser.parse_known_args(argv)[0])
@@ -82,11 +82,6 @@ SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers 
     ("report_to", "track"),
     ("ladder", "board_size", "size", "target"),
 )
-
-
-def spelled(name: str) -> str:
-    """A field's name as an option."""
-    return "--" + name.replace("_", "-")
 
 
 def check_names(kind: type[Any], argv: Sequence[str], prog: str) -> None:

@@ -19,7 +19,7 @@ import gpt_2048_rl as program
 from mini import __main__ as mini
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
 from tests.record_run import RECORDED
-from toolkit import cli
+from toolkit import cli, spelled
 from toolkit.run.checkpoints import keep_config
 from toolkit.run.runs import write_program
 
@@ -166,7 +166,7 @@ def test_names_that_people_know_from_elsewhere_are_answered_with_ours(
 ) -> None:
     """TRL's --num_generations was an unknown option like any other."""
     assert program.main([f"--{theirs}=4"]) == 2
-    assert f"no option --{theirs} (take {cli.spelled(ours)}; see" in capsys.readouterr().err
+    assert f"no option --{theirs} (take {spelled(ours)}; see" in capsys.readouterr().err
 
 
 def test_mini_answers_with_its_own_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def test_evaluation_has_boards_and_a_wording_of_its_own() -> None:
 def test_trl_and_verl_get_the_rewards_of_training() -> None:
     answers, row = [BAD, GOOD, "no idea"], vars(question())
     messages = [[{"role": "assistant", "content": answer}] for answer in answers]
-    of_trl = [reward(messages, extra_info=[row] * 3, prompts=[], trainer_state=None)
-              for reward in (dataset.function_works, dataset.no_cheating, dataset.strategy_succeeds)]  # fmt: skip
+    ours = [getattr(dataset, reward.__name__) for reward in program.REWARDS]
+    of_trl = [reward(messages, extra_info=[row] * 3, prompts=[], trainer_state=None) for reward in ours]
     of_verl = [dataset.compute_score("gpt_2048", answer, "32", {**row, "num_turns": None}) for answer in answers]
     columns = {"seeds": [question().seeds] * 3, "size": [5] * 3, "target": [32] * 3, "timeout": [1.0] * 3}
     assert of_trl == [reward(answers, **columns) for reward in program.REWARDS]
@@ -71,8 +71,8 @@ def test_trl_and_verl_get_the_rewards_of_training() -> None:
 
 
 def test_trl_logs_each_reward_under_its_name() -> None:
-    assert [reward.__name__ for reward in (dataset.function_works, dataset.no_cheating, dataset.strategy_succeeds)] \
-        == [reward.__name__ for reward in program.REWARDS]  # fmt: skip
+    names = [reward.__name__ for reward in program.REWARDS]
+    assert [getattr(dataset, name).__name__ for name in names] == names
 
 
 REMEMBERS = """```python

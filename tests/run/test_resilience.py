@@ -150,10 +150,12 @@ def resume(run: Path, rows: list[dict[str, Any]], ladder: program.Ladder) -> wat
     (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": [logs] * len(rows)}))
     finish_checkpoint(checkpoint, run, keep=1, best=True)
     rollouts = program.Rollouts(run / "rollouts.jsonl", config, ladder)
-    trainer, console = TrainsNoFurther(len(rows)), Console(quiet=True)
+    trainer: Any = TrainsNoFurther(len(rows))
     games = programs.BackgroundGames([(6, 64)], partial(program.Evaluator, config))
-    progress = watch.Progress(rollouts, games, run, console)
-    progress.train(trainer)
+    progress = watch.Progress(rollouts, games, run, Console(quiet=True))
+    newest = progress.begin(trainer)
+    with progress.watching():
+        trainer.train(resume_from_checkpoint=newest)
     return progress
 
 

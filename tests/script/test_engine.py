@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import re
 import unicodedata
+from typing import get_args
 
 import pytest
 
 import gpt_2048_rl as program
-from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard
+from gpt_2048_rl import DIRECTIONS, LAYOUTS, GameBoard, Layout
 from tests.list_engine import ListBoard, slide
 from toolkit.referee.extract import extract_function
 from toolkit.run.watch import render
@@ -130,6 +131,10 @@ def test_accepts_the_extreme_sizes(size: int) -> None:
     for step in range(50):
         game.move(step % 4)
     assert len(game.board()) == len(game.board()[0]) == size
+
+
+def test_the_command_line_has_every_layout() -> None:
+    assert get_args(Layout) == tuple(LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -160,14 +160,37 @@ def loaded() -> tuple[Any, Any]:
     return program.add_adapters(model, config), tokenizer
 
 
+def trainer_of(model: Any, tokenizer: Any, config: program.TrainConfig, folder: Path) -> Any:
+    """The trainer of a config."""
+    ladder = program.Ladder([program.Stage(6, 2048)])
+    rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)
+    return program.make_trainer(model, tokenizer, config, folder, rollouts, program.training_set(config, ladder))
+
+
+def check_the_rewards(folder: str) -> None:
+    model, tokenizer = loaded()
+    configs = program.TrainConfig(), program.TrainConfig(cut_off_price=3.0), program.TrainConfig(**program.PUBLISHED)
+    for config, price in zip(configs, (1.0, 3.0, 0.0), strict=True):
+        trainer = trainer_of(model, tokenizer, config, Path(folder))
+        weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
+        assert weights == {
+            "function_works": 1.0,
+            "no_cheating": 1.0,
+            "strategy_succeeds": 1.0,
+            "ends_in_time": price,
+        }
+
+
+def test_the_rewards_have_their_weights(base: Path, tmp_path: Path) -> None:
+    """The published recipe has no penalty for a cut-off answer.  A weight of 0 in every recipe failed no test."""
+    call(check_the_rewards, tmp_path)
+
+
 def check_the_effort(folder: str) -> None:
     model, tokenizer = loaded()
     for reasoning, effort in (("none", "low"), ("high", "high")):
         config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1, max_seq_length=569)  # type: ignore[arg-type]
-        ladder = program.Ladder([program.Stage(6, 2048)])
-        rollouts = program.Rollouts(Path(folder) / "rollouts.jsonl", config, ladder)
-        rows = program.training_set(config, ladder)
-        trainer = program.make_trainer(model, tokenizer, config, Path(folder), rollouts, rows)
+        trainer = trainer_of(model, tokenizer, config, Path(folder))
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
         before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
         with pytest.raises(Exception, match=effort):

@@ -35,7 +35,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
-from toolkit import UsageError, fits
+from toolkit import UsageError, fits, spelled
 from toolkit.base.files import check_links, naming, no_link, point, read_json, write_whole
 from toolkit.model import tiny
 from toolkit.model.machine import adapter_base, base_of, library_versions
@@ -181,7 +181,7 @@ def permissions(config: Any) -> list[str]:
     words: list[str] = []
     for name, harmless in PERMISSIONS.items():
         if (value := getattr(config, name)) not in harmless:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+            words += [spelled(name), *([] if value is True else [value])]
     return words
 
 
@@ -189,7 +189,7 @@ def forgotten(run: Path, config: RunConfig) -> list[str]:
     """The permissions with which a run began and which this config does not have, as options."""
     stored = read_json(run / "config.json")
     return [
-        f"--{name.replace('_', '-')}"
+        spelled(name)
         for name, harmless in PERMISSIONS.items()
         if stored.get(name, harmless[0]) not in harmless and getattr(config, name) in harmless
     ]
@@ -215,8 +215,7 @@ def check_unchanged(config: RunConfig, stored: RunConfig, changeable: Container[
             )
         if asked != value:
             raise UsageError(
-                f"--{name.replace('_', '-')} was {value} when {stored.run_name} began: leave it out, or "
-                "choose another --run-name"
+                f"{spelled(name)} was {value} when {stored.run_name} began: leave it out, or choose another --run-name"
             )
 
 
@@ -256,7 +255,7 @@ def options_of(path: Path, names: Container[str]) -> list[str]:
             values = game[name] if name == "held_out" else [game[name]]
             if not all(re.fullmatch(r"[\w.:]+", str(value)) for value in values):  # or it could name another option
                 raise ValueError
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+            words += [spelled(name), *map(str, values)]
     return words
 
 

@@ -7,7 +7,8 @@ import statistics
 import textwrap
 import time
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -357,11 +358,8 @@ class Progress(Observer):
         """The signal that ended the run on any rank; 0: none."""
         return max(gathered([self._interruption.signal]))
 
-    def train(self, trainer: Any) -> None:
-        """Train until the last step, a collapse, an interruption or the end of time, from the newest checkpoint on.
-
-        This is the observer that the trainer was made with.
-        """
+    def begin(self, trainer: Any) -> str | None:
+        """Prepare a trainer that was made with this observer.  Returns the newest checkpoint, from which it goes on."""
         from torch.utils.tensorboard import SummaryWriter
         from transformers import PrinterCallback
         from transformers.integrations import TensorBoardCallback
@@ -386,9 +384,14 @@ class Progress(Observer):
 
             self._view.say(f"sampling at {options.vllm_server}" if options.vllm_server else "starting vLLM")
             sample_with_vllm(trainer, options, self.run)
+        return str(checkpoint) if checkpoint else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While it trains: until the last step, a collapse, an interruption or the end of time."""
         self._began = time.monotonic() - self._spent
         with self._view, self._interruption, trackers.blaming_the_tracker():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            yield
 
     def result(self) -> dict[str, Any]:
         """What result.json says of the training."""
