@@ -1089,7 +1089,8 @@ class Ladder:
 # Configuration
 #
 # One class per command, and one base class per heading of its --help.  A tuple beside a type is a number's range.  Each
-# class has a check() of what else its options need, which raises UsageError: see check_config in toolkit/cli.py.
+# class may have a check() of what else its options need, which raises UsageError.  check_config in toolkit/cli.py calls
+# all of them.
 
 Layout = Literal["bepo", "wasd", "zqsd", "arrows"]
 PROMPT_TOKENS = 568  # room for the prompt: 251 of gpt-oss's tokens at most, with other tokenizers more
@@ -1623,13 +1624,13 @@ def without_flat_groups(batch: dict[str, Any], flat: Sequence[bool], by_token: b
 
     if all(flat) or not any(flat):
         return batch
-    advantages = batch["advantages"]  # (B,)
+    values = batch["advantages"]  # (B,)
     own = flat[RANK * len(flat) // RANKS : (RANK + 1) * len(flat) // RANKS]
-    kept = ~torch.tensor(own, device=advantages.device).repeat_interleave(len(advantages) // len(own))  # (B,)
-    weights = batch["completion_mask"].sum(1) if by_token else torch.ones_like(advantages)  # (B,)
+    kept = ~torch.tensor(own, device=values.device).repeat_interleave(len(values) // len(own))  # (B,)
+    weights = batch["completion_mask"].sum(1) if by_token else torch.ones_like(values)  # (B,)
     sums = gather_object([(weights.sum().item(), (weights * kept).sum().item())])
     every, some = map(sum, zip(*sums, strict=True))
-    return batch | {"advantages": advantages * kept * every / some}
+    return batch | {"advantages": values * kept * every / some}
 
 
 def skip_steps(trainer: Any, rollouts: Rollouts, config: TrainConfig) -> Any:

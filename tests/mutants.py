@@ -62,7 +62,7 @@ FAULTS = (
     Fault("rewards", "learning train resilience", 'self._rollouts.add(row)',
           'self._rollouts.last, self._rollouts.flat = row, [False]'),
     Fault("rewards", "learning train", 'config.batch_size * config.accumulation // ', 'config.batch_size // '),
-    Fault("rewards", "learning train", 'advantages * kept * every / some', 'advantages * kept * some / every'),
+    Fault("rewards", "learning train", 'values * kept * every / some', 'values * kept * some / every'),
     Fault("game", "engine", '(gain >= self.target or self.target <= 4)', 'gain >= self.target'),
     Fault("game", "engine", 'self._rows(self._flat) + self._columns(self._flat)', 'self._rows(self._flat)'),
     Fault("extraction", "extract", 'for end in reversed(closes):', 'for end in closes:'),
