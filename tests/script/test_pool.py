@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -294,7 +295,8 @@ SLOW = "def strategy(board):\n    for _ in range(8_000_000): pass\n    return 'x
                                                  ("player", "error")])  # fmt: skip
 def test_a_process_killed_during_a_game(lone: Pool, victim: str, outcome: str) -> None:
     """No program can end its referee or its zygote, so the game is played with new ones: it was charged as "error".
-    A player may have ended itself, so its game is not tried again.
+    A player may have ended itself, so its game is not tried again.  One that ends before it is jailed has not: so this
+    waits for one that plays.
     """
     results: list[GameResult] = []
     thread = threading.Thread(target=lambda: results.extend(play(lone, SLOW, timeout=60)))
@@ -302,6 +304,7 @@ def test_a_process_killed_during_a_game(lone: Pool, victim: str, outcome: str) -
     (worker,) = {worker._process.pid for worker in lone._workers}
     assert wait_until(lambda: len(descendants(worker)) == 2)
     zygote, player = sorted(descendants(worker), key=lambda pid: helpers.read_stat(pid)[1] != worker)
+    assert wait_until(lambda: time.clock_gettime((~player << 3) | 2) > 0.05)  # its CPU time: see clock_getcpuclockid(3)
     os.kill({"worker": worker, "zygote": zygote, "player": player}[victim], signal.SIGKILL)
     thread.join(60)
     assert [result.outcome for result in results] == [outcome]
