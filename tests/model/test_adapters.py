@@ -55,6 +55,13 @@ def test_the_adapter_decides_its_shape_and_its_base_the_recipe(tmp_path: Path) -
     assert bases == ["tiny", "smollm2", str(tmp_path)]
 
 
+def test_a_run_begins_from_the_run_that_latest_named(tmp_path: Path) -> None:
+    """The new run's folder became the latest before the adapter was read, so `--model outputs/latest` failed."""
+    adapter = adapter_in(tmp_path / "run" / "adapter")
+    (tmp_path / "latest").symlink_to("run")
+    assert parsed("--model", tmp_path / "latest").model == str(adapter)
+
+
 def test_a_run_plays_the_game_of_the_adapter_that_it_begins_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,10 +127,15 @@ def gpu_is_there() -> bool:
 
 
 def resolve_model(name: str) -> str:
-    """What a model's name stands for: "auto" for this machine's default, a run's folder for its adapter."""
+    """What a model's name stands for: "auto" for this machine's default, a run's folder for its adapter.
+
+    Links are followed, because `latest` soon names another run.
+    """
     if name != "auto":
-        adapter = Path(name) / "adapter"
-        return str(adapter) if adapter.is_dir() else name
+        folder = Path(name, "adapter") if Path(name, "adapter").is_dir() else Path(name)
+        if not folder.is_dir():
+            return name
+        return str(folder if folder.resolve() == folder.absolute() else folder.resolve())
     return "unsloth/gpt-oss-20b" if gpu_is_there() else "tiny"
 
 
