@@ -44,6 +44,7 @@ def test_programs_foresee_the_moves_of_the_game(layout: str) -> None:
         }
 
 
+@pytest.mark.slow
 def test_composed_strategies_are_of_very_different_quality(pool: program.Pool) -> None:
     rng, spec = random.Random(2), program.game_spec()
     sources = [compose.strategy(rng, spec.keys) for _ in range(60)]

@@ -99,7 +99,7 @@ def test_the_table_has_the_figures_of_the_result(recorded: Path, browser: Browse
     first = result["scores"]["4x4"]
     for name, score in (("before training", first["before"]), ("best program", first["best"]),
                         ("expert (expectimax)", first["controls"]["expert"])):  # fmt: skip
-        interval = f"{score['won_low']:.0%} to {score['won_high']:.0%}"
+        interval = f"{100 * score['won_low']:.0f}–{score['won_high']:.0%}"
         won, tile, level, games = rows["4x4, held out", name]
         assert won.split("\n")[:2] == [f"{score['won']:.0%}", interval]
         assert tile.split("\n")[0] == f"{score['largest_tile_median']:.0f}"

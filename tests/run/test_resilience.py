@@ -112,6 +112,7 @@ def resumed(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     return Resumed(folder, log.read_text(), children)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
     resumed: Resumed, stopped: Path, undisturbed: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_damaged_checkpoint_is_passed_over(unfinished: Path, undisturbed: Path
     assert [event.step for event in events.Scalars("train/reward")] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -233,6 +235,7 @@ def test_other_numbers_do_not_go_on_with_a_run(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_embedded_model(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An adapter of an earlier version would train on weights that it was not made for, without a word."""
     origin = json.loads((unfinished / "origin.json").read_text())
@@ -276,6 +279,7 @@ def test_there_has_to_be_a_run_to_go_on_with(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.slow
 def test_two_processes_never_train_in_one_folder(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(*command(unfinished.parent), log=unfinished.parent / "log") as first:
         assert wait_until(lambda: "loading torch" in (unfinished.parent / "log").read_text(), 60)
@@ -285,11 +289,13 @@ def test_two_processes_never_train_in_one_folder(unfinished: Path, capsys: pytes
         assert first.poll() is None
 
 
+@pytest.mark.slow
 def test_training_leaves_no_process(resumed: Resumed) -> None:
     assert len(resumed.children) >= 2  # a worker and its zygote
     assert wait_until(lambda: not any(map(alive, resumed.children)), 10)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_are_kept_and_the_best(resumed: Resumed) -> None:
     """`best` is the checkpoint after the step with the largest tiles.  Here each step has one."""
     folder = resumed.folder
@@ -327,6 +333,7 @@ def test_model_written_text_stays_in_its_block() -> None:
     assert all(line.startswith("    ") for line in text.splitlines())
 
 
+@pytest.mark.slow
 def test_a_stopped_run_has_its_report(stopped: Path) -> None:
     assert "best_game.json" in {path.name for path in stopped.iterdir()}
     assert "This run has no result" in (stopped / "report.html").read_text()

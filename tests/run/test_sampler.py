@@ -156,6 +156,7 @@ def check_the_faults(folder: str) -> None:
     assert said(contextlib.nullcontext()) == ""
 
 
+@pytest.mark.slow
 def test_samplers_of_another_model_are_caught_in_one_step(base: Path, tmp_path: Path) -> None:
     """The adapter has trained; the temperature is not 1.  Without a fault nothing is said."""
     call(check_the_faults, tmp_path)

@@ -78,7 +78,7 @@ def rewards_of_all(size: int, target: int) -> dict[str, float]:
     return dict(zip(sources, values, strict=True))
 
 
-@pytest.mark.parametrize(("size", "target"), [(6, 2048), (4, 16384)])
+@pytest.mark.parametrize(("size", "target"), [(6, 2048), pytest.param(4, 16384, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_a_collapse_ranks_below_every_program_that_plays_better(
     pool: program.Pool, name: str, size: int, target: int
