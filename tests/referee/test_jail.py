@@ -487,6 +487,14 @@ def test_idle_moves_buy_no_time(pool: Pool) -> None:
     assert int(changed[1]) < result.steps / 2
 
 
+@pytest.mark.parametrize(("share", "outcome"), [(2, "stuck"), (1, "error")])
+def test_a_player_has_the_memory_of_its_limit_and_no_more(pool: Pool, share: int, outcome: str) -> None:
+    """The limit of its referee, four times as high, failed no test."""
+    source = f"def strategy(board): return 'a' if bytearray({program.LIMITS.memory_bytes // share}) else ''"
+    (result,) = play(pool, source, 1)
+    assert (result.outcome, "MemoryError" in result.detail) == (outcome, outcome == "error")
+
+
 def test_a_player_is_not_charged_for_its_jail(lone: Pool) -> None:
     """A limit below what fork and jail cost ended the worker with a traceback.  Its time begins when it is jailed."""
     (worker,) = {worker._process.pid for worker in lone._workers}
