@@ -490,7 +490,7 @@ def test_idle_moves_buy_no_time(pool: Pool) -> None:
 @pytest.mark.parametrize(("share", "outcome"), [(2, "stuck"), (1, "error")])
 def test_a_player_has_the_memory_of_its_limit_and_no_more(pool: Pool, share: int, outcome: str) -> None:
     """The limit of its referee, four times as high, failed no test."""
-    source = f"def strategy(board): return 'a' if bytearray({program.LIMITS.memory_bytes // share}) else ''"
+    source = f"held = bytearray({program.LIMITS.memory_bytes // share})\ndef strategy(board): return 'a'"
     (result,) = play(pool, source, 1)
     assert (result.outcome, "MemoryError" in result.detail) == (outcome, outcome == "error")
 
