@@ -467,9 +467,9 @@ IDLES = """
 last, same, turn = None, 0, 0
 def strategy(board):
     global last, same, turn
-    sum(range(20_000))
+    sum(range(5_000))
     same, last = (same + 1 if board == last else 0), board
-    turn += same % 15 == 14
+    turn += same >= 40
     return "aéiu"[turn % 4]
 """
 
@@ -477,14 +477,14 @@ def strategy(board):
 def test_idle_moves_buy_no_time(pool: Pool) -> None:
     """A search that returned keys without effect before each move had 164 s for a game: tile 1024 and not 512.
 
-    Its limit grows with a thousand moves that change the board.  A third of this program's do.  With a limit of a
-    second, a fast machine played the whole game in it.
+    Its limit would grow with a thousand moves that change the board.  So few of this program's do that machines of very
+    different speed end between a thousand moves and a thousand changes.
     """
     (result,) = play(pool, IDLES, 1, timeout=0.25, target=1 << 64)
     changed = re.fullmatch(r"more than 0.25 s of CPU time, and (\d+) moves changed the board", result.detail)
     assert (result.outcome, bool(changed)) == ("timeout", True)
     assert changed
-    assert int(changed[1]) < result.steps / 2
+    assert int(changed[1]) < 1000 < result.steps
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(2, "stuck"), (1, "error")])

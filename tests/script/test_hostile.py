@@ -115,9 +115,9 @@ program.worker_main(0, True)
 @pytest.mark.parametrize(
     "prepare",
     [
-        pytest.param(ORDINARY, id="ordinary user", marks=[AS_ROOT, pytest.mark.long]),
+        pytest.param(ORDINARY, id="ordinary user", marks=AS_ROOT),
         pytest.param("helpers.install_docker_profile()", id="Docker profile", marks=ON_X86),
-        pytest.param("helpers.enter_user_namespace()", id="a user namespace with only uid 0", marks=pytest.mark.long),
+        pytest.param("helpers.enter_user_namespace()", id="a user namespace with only uid 0"),
     ],
 )
 def test_the_battery_has_its_outcomes_elsewhere_too(prepare: str, tmp_path: Path) -> None:
