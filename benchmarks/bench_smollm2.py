@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, object]] = {  # the options of each
     "recipe": {},
     "mean": {"objective": "mean"},
     "rejection": {},
-    "published": {"recipe": "published"},
+    "published": {"recipe": "published", "steps": 320},  # of 4 completions: as many as 40 steps of 32
 }
 
 

@@ -284,7 +284,10 @@ DEFINITIONS = {
     "decorator that replaces it": (f"@lambda f: lambda board: 'x'\n{LEFT}", "invalid_move"),
     "decorator that never ends": (f"def d(f):\n        {WHILE}\n@d\n{LEFT}", "timeout"),
     "default that writes": ("def strategy(board, f=open('PWNED', 'w')):\n    return 'a'", "error"),
-    "annotation that writes": ("def strategy(board: open('PWNED', 'w')) -> str:\n    return 'a'", "error"),
+    "annotation that writes": (
+        "def strategy(board: open('PWNED', 'w')) -> str:\n    return 'a'",
+        "error" if sys.version_info < (3, 14) else "stuck",  # from then on nobody asks for its value
+    ),
     "class body that writes": (f"class A:\n    open('PWNED', 'w')\n{LEFT}", "error"),
     "a lambda": ("strategy = lambda board: 'a'", "stuck"),
     "a partial": ("import functools\nstrategy = functools.partial(lambda k, board: k, 'a')", "stuck"),
@@ -310,7 +313,10 @@ SYNTAX = {
     "50,000 minus signs": (returns("-" * 50_000 + "1"), "no_function"),
     "30,000 brackets": (returns("[" * 30_000 + "]" * 30_000), "no_function"),
     "20,000 nots": (returns("not " * 15_000 + "1"), "no_function"),
-    "chain of attributes": (returns("board" + ".x" * 30_000), "no_function"),
+    "chain of attributes": (
+        returns("board" + ".x" * 30_000),
+        "no_function" if sys.version_info < (3, 14) else "error",  # from then on the compiler takes it
+    ),
     "elif chain of 600 branches": (
         "def strategy(board):\n    n = board[0][0]\n    if n == -1: return 'x'\n"
         + "".join(f"    elif n == {-i}: return 'x'\n" for i in range(2, 602))
