@@ -63,6 +63,16 @@ def test_a_damaged_package_is_named(
     assert not list((elsewhere / "gpt_2048_rl").iterdir())
 
 
+def test_its_memory_is_known_without_a_hub(elsewhere: Path) -> None:
+    """doctor asked the hub for a model of that name, for half a minute, and then knew nothing."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(
+        smollm2.folder()
+    )
+    assert machine.memory_needed("smollm2", program.train_defaults("smollm2"))["weights"] > 0
+
+
 def test_a_conversion_that_was_cut_short_is_made_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without its weights, as an older program or a careless copy may leave it, counts as none."""
     made: list[Path] = []

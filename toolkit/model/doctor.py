@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from toolkit import UsageError
 from toolkit.base.files import read_json, write_whole
 from toolkit.model.machine import (
+    MADE_HERE,
     ROOM_FOR_16_BITS,
     Machine,
     check_model,
@@ -162,7 +163,7 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
     `program` is the script.
     """
     name = resolve_model(config.model)
-    prepare_environment(offline=name == "tiny")
+    prepare_environment(offline=name in MADE_HERE)
     machine, versions = find_machine(), library_versions()
     planned = dataclasses.replace(program.train_defaults(name), weights=config.weights)
     told = measured(config, machine, name, planned, program, console)

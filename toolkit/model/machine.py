@@ -221,6 +221,7 @@ class Choice:
 
 
 ROOM_FOR_16_BITS = 75e9  # bytes; GPUs sold with 80 GB have a little less
+ROOM_FOR_MXFP4 = 45e9  # to train gpt-oss-20b in MXFP4; in NF4 it takes 14 GB less
 
 
 def speeds() -> Path:
@@ -247,7 +248,9 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
     if kept := read_json(speeds()).get(speed_key(machine, name)):
         why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
         return Choice(kept["weights"], why)
-    if is_in_mxfp4(name):  # docs/gpu.md has the figures: 1,496 tokens a second in MXFP4, 1,168 in NF4
+    if is_in_mxfp4(name) and machine.memory < ROOM_FOR_MXFP4:
+        return Choice("4bit", why="training in MXFP4 takes more memory")
+    if is_in_mxfp4(name):  # docs/gpu.md has the figures: with two layers 1,496 tokens a second in MXFP4, 1,168 in NF4
         return Choice("stored", why="generates faster than in 4 bits; doctor --measure compares them here")
     return Choice()
 
@@ -471,7 +474,7 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, **OWN_CODE_ALONE)
+        return AutoConfig.from_pretrained(smollm2.folder() if name == "smollm2" else name, **OWN_CODE_ALONE)
     except ValueError as error:
         raise UsageError(f"{name} is no model that transformers knows: {str(error).partition(chr(10))[0]}") from None
 
@@ -552,7 +555,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
     generated together.  The update's scores over the vocabulary take four times their size in 16 bits: an H200 took 3.4
-    to 5.3 times, with two layers of gpt-oss-20b's shape.
+    to 5.3 times, with two layers of gpt-oss-20b's shape.  Experts trained in MXFP4 take 1.35 times their own size once
+    more: with all 24 layers it took 0.6 GB a layer that nothing here explains.
     """
     try:
         model_config = config_of(str(adapter_base(name) or name))
@@ -580,12 +584,15 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     )
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
+    in_mxfp4 = is_in_mxfp4(name) and not unpacked and config.weights != "4bit" and getattr(config, "lora_rank", 0)
+    experts = sum(shape.numel() for shape in shapes.values() if len(shape) == 3) if in_mxfp4 else 0
     return {
         **({SERVER: held(stored) + 8e9} if own_server else {}),
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
         "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
-        "update": 8.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size,
+        "update": 8.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size
+        + 1.35 * experts * 4.25 / 8,
         "CUDA": 1.5e9,
     }
 
