@@ -584,7 +584,7 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     )
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
-    in_mxfp4 = is_in_mxfp4(name) and not unpacked and config.weights != "4bit" and getattr(config, "lora_rank", 0)
+    in_mxfp4 = is_in_mxfp4(name) and not unpacked and config.weights != "4bit" and getattr(config, "lora_rank", 0) > 0
     experts = sum(shape.numel() for shape in shapes.values() if len(shape) == 3) if in_mxfp4 else 0
     return {
         **({SERVER: held(stored) + 8e9} if own_server else {}),
