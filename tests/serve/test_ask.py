@@ -253,7 +253,7 @@ def test_a_key_opens_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     file = tmp_path / "key"
     file.write_text("sesame\n")
     with serving(Locked) as url:
-        with pytest.raises(UsageError, match="failed \\(401 "):
+        with pytest.raises(UsageError, match=r"failed \(401 .*: give its key in OPENAI_API_KEY"):
             ChatServer(url, asking.api_key("")).only_model()
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         assert ChatServer(url, asking.api_key(str(file))).only_model() == "behind the door"

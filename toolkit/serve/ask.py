@@ -53,7 +53,9 @@ class ChatServer(Server):
         super().__init__(re.sub(r"/*(v1/*)?$", "", url if "://" in url else f"http://{url}"), key=key)
 
     def _failed(self, path: str, reason: str) -> UsageError:
-        return UsageError(f"{self._url}{path} failed ({reason}): start the server, or correct the URL or --served-name")
+        key = "give its key in OPENAI_API_KEY or --api-key-file"
+        remedy = key if reason[:3] in ("401", "403") else "start the server, or correct the URL or --served-name"
+        return UsageError(f"{self._url}{path} failed ({reason}): {remedy}")
 
     def _told(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:
         """What `read` finds in a JSON answer."""
