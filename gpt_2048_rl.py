@@ -1800,7 +1800,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
     machine.check_model(config.model, config.reasoning, config.max_seq_length)
     if RANKS > 1:
-        machine.prepare_environment(machine.is_embedded(config.model), machine.rows_at_once(config))
+        machine.prepare_environment(machine.is_embedded(config.model))
         ranks.join(config.loader)
     start_players(config)
     run = by_first_rank(lambda: runs.open_run(config))

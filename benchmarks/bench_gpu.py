@@ -283,7 +283,7 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
 
 def main(args: Args) -> int:
     """Measure and print."""
-    machine.prepare_environment(offline=True, rows=max(args.batches))
+    machine.prepare_environment(offline=True)
     import torch
     import unsloth  # noqa: F401 - before torch
 

@@ -230,9 +230,8 @@ def test_a_gpu_is_known_by_its_device_node(visible: str | None, there: bool, mon
 def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"XDG_CACHE_HOME": "/cache", "UNSLOTH_GRPO_SEQ_PACKING": "1"}
     monkeypatch.setattr(os, "environ", environment)
-    prepare_environment(offline, rows=64)
+    prepare_environment(offline)
     assert environment["UNSLOTH_GRPO_SEQ_PACKING"] == "1"
-    assert environment["UNSLOTH_MOE_ROUTED_MAX_SLOTS"] == "256"
     assert environment["UNSLOTH_COMPILE_LOCATION"] == "/cache/gpt_2048_rl/unsloth_compiled"
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/gpt_2048_rl/torchinductor"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

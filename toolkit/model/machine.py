@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 # Machine
 
 
-def prepare_environment(offline: bool, rows: int = 32) -> None:
+def prepare_environment(offline: bool) -> None:
     """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
 
-    `rows` are the completions that are generated together.  A variable that the user has set stays as it is.
+    A variable that the user has set stays as it is.
     """
     defaults = {
         "TOKENIZERS_PARALLELISM": "false",
@@ -48,8 +48,6 @@ def prepare_environment(offline: bool, rows: int = 32) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor"),  # its code is run, and anyone can write /tmp
         "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
         "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
-        # gpt-oss routes each token to 4 experts.  With more slots than this, every token decodes all experts.
-        "UNSLOTH_MOE_ROUTED_MAX_SLOTS": str(4 * rows),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of torch would take the cores that the players need
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
@@ -635,7 +633,7 @@ def prepare(
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
     is_smollm2 = base_of(name) == "smollm2"
     local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
-    prepare_environment(local, rows_at_once(config))
+    prepare_environment(local)
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
     gpu = gpu_is_there()
     logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)  # it looks for kernels
