@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The game, the jail and the rewards on aarch64 without the hardware: Debian 13 in an emulated machine.
 #
-#     tests/aarch64.sh FOLDER [TESTS...]     FOLDER keeps what is downloaded; needs root
+#     tests/aarch64.sh FOLDER [TESTS...]     of what is committed; FOLDER keeps what is downloaded; needs root
 #
 # A whole machine, because emulating single programs has no seccomp. It is unpacked, not installed, so nothing foreign
 # runs here, and it lives in memory, so it needs no disk. From Debian: mmdebstrap, qemu-system-arm, cpio.
@@ -10,8 +10,7 @@ set -euo pipefail
 project=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
-tests=${*:-tests/referee tests/script/test_engine.py tests/script/test_games.py tests/script/test_hostile.py}
-packages=(pytest==9.2.0 pytest-xdist==3.8.0 rich tyro jinja2 pyyaml)  # what these tests import
+tests=${*:-$(cd "$project" && echo tests/referee tests/script/test_{engine,games,hostile,rewards}.py)}
 
 cd "$folder"
 if [[ ! -e root/ready ]]; then
@@ -21,8 +20,9 @@ if [[ ! -e root/ready ]]; then
     rm -rf root/boot root/usr/lib/modules root/usr/share/doc root/usr/share/locale
     for name in bin sbin lib; do ln -sfn usr/$name root/$name; done
     mkdir -p root/{proc,sys,tmp,dev,root}
-    python3 -m pip install --quiet --target root/site --platform manylinux2014_aarch64 --python-version 3.13 \
-        --only-binary=:all: "${packages[@]}"
+    grep -oE '^ *"(pytest|pytest-xdist|tyro|rich|jinja2)==[^"]+' "$project/pyproject.toml" | tr -d ' "' |
+        xargs python3 -m pip install --quiet --target root/site --platform manylinux2014_aarch64 --python-version 3.13 \
+            --only-binary=:all:
     touch root/ready
 fi
 rm -rf root/project
@@ -33,7 +33,7 @@ busybox mount -t proc proc /proc; busybox mount -t sysfs sys /sys
 busybox mount -t tmpfs tmp /tmp; busybox mount -t devtmpfs dev /dev
 export PATH=/usr/sbin:/usr/bin PYTHONPATH=/site HOME=/tmp LANG=C.UTF-8
 uname -srm; python3 -V; cd /project
-python3 -m pytest -q -n 2 -p no:cacheprovider $tests
+python3 -m pytest -q -n 2 -p no:cacheprovider --color=no $tests
 echo "exit code \$?"
 busybox poweroff -f
 END

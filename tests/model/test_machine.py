@@ -24,7 +24,7 @@ from tests import preloaded
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, NO_TENSORS, ROOT, run, run_python
 from toolkit import UsageError
-from toolkit.model.doctor import DoctorConfig, doctor, time_row
+from toolkit.model.doctor import DoctorConfig, doctor, forms, time_row
 from toolkit.model.machine import (
     Machine,
     Settings,
@@ -56,7 +56,9 @@ CPU = Machine(memory=16_000_000_000)
 DEFAULTS = program.TrainConfig()
 
 
-def settings_of(machine: Machine, config: program.TrainConfig, name: str = "unsloth/gpt-oss-20b") -> Settings:
+def settings_of(
+    machine: Machine, config: program.TrainConfig | program.EvalConfig, name: str = "unsloth/gpt-oss-20b"
+) -> Settings:
     """The settings of a model on a machine."""
     return choose_settings(machine, config, choose_weights(machine, name, config))
 
@@ -75,6 +77,13 @@ def test_four_bits_are_the_default_but_for_what_is_published_in_them(name: str, 
     load = settings_of(machine, DEFAULTS, name).load
     assert load["load_in_4bit"] is packed
     assert not load["load_in_16bit"]
+
+
+def test_a_small_gpu_evaluates_in_mxfp4_and_measures_what_it_can_train() -> None:
+    """Only training takes more memory there; a form that is measured is taken later without a further question."""
+    assert not settings_of(RTX_4090, program.EvalConfig(model="")).load["load_in_4bit"]
+    assert forms(RTX_4090, "unsloth/gpt-oss-20b") == ["4bit"]
+    assert forms(H100, "unsloth/gpt-oss-20b") == ["4bit", "stored", "16bit"]
 
 
 def test_a_folders_own_config_says_how_its_experts_are_stored(tmp_path: Path) -> None:
@@ -304,12 +313,12 @@ def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
 
 @pytest.mark.parametrize(("layers", "peak"), [(2, 6.7e9), (24, 30.9e9)])
 def test_the_memory_of_training_in_mxfp4_is_what_an_h200_took(layers: int, peak: float, tmp_path: Path) -> None:
-    """With all layers it took 14 GB more than was counted."""
+    """With all layers it took 14 GB more than was counted.  The prompt had about as many tokens as is provided for."""
     from transformers import GptOssConfig
 
     config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    needed = memory_needed(str(tmp_path), dataclasses.replace(DEFAULTS, max_new_tokens=200))
+    needed = memory_needed(str(tmp_path), program.TrainConfig(max_new_tokens=200))
     assert sum(needed.values()) - needed["CUDA"] == pytest.approx(peak, rel=0.1)
 
 

@@ -23,6 +23,7 @@ from toolkit.model.machine import (
     choose_settings,
     choose_weights,
     find_machine,
+    has_room_for_mxfp4,
     library_versions,
     memory_needed,
     prepare_environment,
@@ -84,7 +85,8 @@ def forms(machine: Machine, name: str) -> list[str]:
     """The forms of the weights that a GPU has room for."""
     if not machine.gpu or stays_as_stored(name):
         return []
-    return ["4bit", "stored", *(["16bit"] if machine.memory >= ROOM_FOR_16_BITS else [])]
+    stored = ["stored"] if has_room_for_mxfp4(machine, name) else []
+    return ["4bit", *stored, *(["16bit"] if machine.memory >= ROOM_FOR_16_BITS else [])]
 
 
 def compare_forms(machine: Machine, name: str, console: Console) -> dict[str, Speed]:

@@ -210,16 +210,21 @@ def is_in_mxfp4(name: str) -> bool:
     return Path(name).name.lower() in ("gpt-oss-20b", "gpt-oss-120b")
 
 
+ROOM_FOR_16_BITS = 75e9  # bytes; GPUs sold with 80 GB have a little less
+ROOM_FOR_MXFP4 = 60e9  # to train gpt-oss-20b with its default options, of which 51 are needed
+
+
+def has_room_for_mxfp4(machine: Machine, name: str) -> bool:
+    """Whether a GPU can train a model whose experts are stored in MXFP4 as it is.  True for all other models."""
+    return machine.memory >= ROOM_FOR_MXFP4 or not is_in_mxfp4(name)
+
+
 @dataclass(frozen=True)
 class Choice:
     """In which form a model's weights are held on a GPU, and why."""
 
     weights: str = "4bit"  # 4bit, stored or 16bit
     why: str = "the default; doctor --measure finds what is fastest on this GPU"
-
-
-ROOM_FOR_16_BITS = 75e9  # bytes; GPUs sold with 80 GB have a little less
-ROOM_FOR_MXFP4 = 45e9  # to train gpt-oss-20b in MXFP4; in NF4 it takes 14 GB less
 
 
 def speeds() -> Path:
@@ -246,7 +251,7 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
     if kept := read_json(speeds()).get(speed_key(machine, name)):
         why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
         return Choice(kept["weights"], why)
-    if is_in_mxfp4(name) and machine.memory < ROOM_FOR_MXFP4:
+    if getattr(config, "lora_rank", 0) and not has_room_for_mxfp4(machine, name):
         return Choice("4bit", why="training in MXFP4 takes more memory")
     if is_in_mxfp4(name):  # docs/gpu.md has the figures: with two layers 1,496 tokens a second in MXFP4, 1,168 in NF4
         return Choice("stored", why="generates faster than in 4 bits; doctor --measure compares them here")
@@ -553,8 +558,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
     generated together.  The update's scores over the vocabulary take four times their size in 16 bits: an H200 took 3.4
-    to 5.3 times, with two layers of gpt-oss-20b's shape.  Experts trained in MXFP4 take 1.35 times their own size once
-    more: with all 24 layers it took 0.6 GB a layer that nothing here explains.
+    to 5.3 times, with two layers of gpt-oss-20b's shape.  In MXFP4 it took 0.56
+    GB a layer more, the size of all that a layer's experts compute: counted as if that were kept for the backward pass.
     """
     try:
         model_config = config_of(str(adapter_base(name) or name))
@@ -580,17 +585,20 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         for name, shape in shapes.items()
         if len(shape) > 1 and not whole.search(name) and place in name
     )
+    in_mxfp4 = (getattr(model_config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+    activations = 0  # numbers that all experts compute for a token
+    if in_mxfp4 and not unpacked and config.weights != "4bit":
+        width_of_experts = 3 * text.intermediate_size + text.hidden_size  # gate and up, their product, down
+        activations = text.num_hidden_layers * text.num_experts_per_tok * width_of_experts
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
-    in_mxfp4 = is_in_mxfp4(name) and not unpacked and config.weights != "4bit" and getattr(config, "lora_rank", 0) > 0
-    experts = sum(shape.numel() for shape in shapes.values() if len(shape) == 3) if in_mxfp4 else 0
     return {
         **({SERVER: held(stored) + 8e9} if own_server else {}),
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
         "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
-        "update": 8.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size
-        + 1.35 * experts * 4.25 / 8,
+        "update": 8.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size,
+        "experts' activations": 2.0 * getattr(config, "batch_size", 0) * config.max_seq_length * activations,
         "CUDA": 1.5e9,
     }
 
@@ -662,7 +670,8 @@ def prepare(
         made = by_first_rank(partial(smollm2.converted, say))
     if (layout or is_smollm2) and base is None:
         name = str(made)
-    if warning := memory_warning(name, machine, config):
+    chosen: Any = config  # any dataclass
+    if warning := memory_warning(name, machine, dataclasses.replace(chosen, weights=choice.weights)):
         say(warning)
     if not local:
         check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
