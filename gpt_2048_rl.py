@@ -1158,7 +1158,7 @@ class CommonOptions:
     model: str = "auto"  # auto: gpt-oss-20b with a CUDA GPU, else tiny; or smollm2, a hub id, a folder, also a run's
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     config: str = ""  # YAML or JSON file with options, like a run's config.json; those on the command line win
-    steps: Annotated[int, (1, 10**7)] = 300  # optimizer steps
+    steps: Annotated[int, (1, 10**7)] = 120  # optimizer steps
     minutes: Annotated[float, (0.0, 1e6)] = 0.0  # stop training after this time; 0: no limit
     output_dir: Path = Path("outputs")  # where the run's folder is created
     run_name: str = ""  # name of the run's folder; default: the model and the time
