@@ -62,7 +62,7 @@ class ChessOptions(CommonOptions):
 
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    p_share: Annotated[float, (0, 1)] = 0.8  # share of P among documents and prompts
+    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all

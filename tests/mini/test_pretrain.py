@@ -34,7 +34,7 @@ from toolkit import UsageError
 
 QUICK = ("--n-layer", 1, "--n-head", 2, "--n-embd", 16, "--batch-size", 4, "--held-out", 4, "--eval-steps", 2,
          "--save-steps", 1, "--track", "none", "--max-new-tokens", 8)  # fmt: skip
-DIGEST = "5f39d4dd74cfb4e114539c84366f02bb6b9b5e8448553d88452240ff784a103b"
+DIGEST = "021e091301c594a164e97d8ce9344fafbb151ec62117d9fae676460b3b0335fb"
 
 
 @pytest.fixture(scope="module")
