@@ -72,8 +72,8 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--steps", "abc"], "--steps takes a whole number, like 300, not 'abc'"),
-        (["--steps", "1.5"], "--steps takes a whole number, like 300, not '1.5'"),
+        (["--steps", "abc"], "--steps takes a whole number, like 120, not 'abc'"),
+        (["--steps", "1.5"], "--steps takes a whole number, like 120, not '1.5'"),
         (["--minutes", "an hour"], "--minutes takes a number, not 'an hour'"),
         (["--games"], "--games needs a whole number, like 256"),
         (["--json", "yes"], "--json takes no value: leave out yes"),
@@ -207,7 +207,7 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("report_to: wandb", "sets --report-to, which no file decides: name it as an option"),
         ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
-        ("steps: many", "mine.yaml: --steps takes a whole number, like 300, not 'many'"),
+        ("steps: many", "mine.yaml: --steps takes a whole number, like 120, not 'many'"),
         ("- steps", "holds no options: write one a line, like steps: 100"),
         ("", "holds no options"),
         ("steps: [", "is neither YAML nor JSON"),

@@ -477,8 +477,8 @@ def test_the_fastest_form_is_kept_for_this_gpu_and_model(
     assert told["speeds"] == speeds
     assert "stored: failed (error: it does not load)" in text
     assert "the fastest here: 800 tokens/s (doctor --measure)" in text
-    assert "1.1 h of generating" in text
-    assert "1.1 h of generating" in examined(H100, DoctorConfig(str(gpt_oss)))[1]
+    assert "0.5 h of generating" in text
+    assert "0.5 h of generating" in examined(H100, DoctorConfig(str(gpt_oss)))[1]
     for other, weights in ((H100, "4bit"), (GB10, "auto")):
         assert "not measured" in examined(other, DoctorConfig(str(gpt_oss), weights))[1]  # type: ignore[arg-type]
     kept = settings_of(H100, DEFAULTS, str(gpt_oss))
@@ -497,8 +497,8 @@ def test_without_a_gpu_there_is_nothing_to_choose(examined: Examined) -> None:
 def test_the_time_of_a_run_counts_its_evaluations() -> None:
     """320 boards for each of two models and 512 programs are 36 batches of 32."""
     what, time, why = time_row(DEFAULTS, 36.0)
-    assert (what, time) == ("time", "3.4 h of generating")
-    assert "300 steps and 36 batches of evaluation, 36.0 s each" in why
+    assert (what, time) == ("time", "1.6 h of generating")
+    assert "120 steps and 36 batches of evaluation, 36.0 s each" in why
     assert "80 steps and 45 batches" in time_row(program.train_defaults("tiny"), 1.0)[2]
 
 
