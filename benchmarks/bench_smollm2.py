@@ -262,7 +262,7 @@ def learn(args: Args, out: Path) -> dict[str, Any]:
         for method in args.methods:
             steps = {"steps": args.steps} if args.steps else {}
             folder = out / f"{method}-{seed}"
-            run(method, folder, seed=seed, **{"best-of": 0, "games": 32}, **METHODS[method], **steps)
+            run(method, folder, seed=seed, **{"best-of": 0, "games": 32, **METHODS[method], **steps})
             after, best = folder / "after.json", folder / "best.json"
             rows.setdefault(method, []).append(kept(after, partial(sampled, folder / "adapter", seed)))
             source = (folder / "best_strategy.py").read_text()

@@ -4,11 +4,13 @@
 #     tests/aarch64.sh FOLDER [TESTS...]     of what is committed; FOLDER keeps what is downloaded; needs root
 #
 # A whole machine, because emulating single programs has no seccomp. It is unpacked, not installed, so nothing foreign
-# runs here, and it lives in memory, so it needs no disk. From Debian: mmdebstrap, qemu-system-arm, cpio.
+# runs here, and it lives in memory, so it needs no disk. From Debian: mmdebstrap, qemu-system-arm, cpio. Read what it
+# prints: its exit code is that of the machine.
 set -euo pipefail
 
 project=$(cd "$(dirname "$0")/.." && pwd)
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
+folder=${1:?name a folder for what is downloaded}
+folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
 shift
 tests=${*:-$(cd "$project" && echo tests/referee tests/script/test_{engine,games,hostile,rewards}.py)}
 

@@ -291,3 +291,20 @@ def test_sampled_programs_that_make_2048_on_6x6_count_as_won(monkeypatch: pytest
     found = smollm2.of_programs([smollm2.blind_programs()["at random"]])  # it wins 99%
     assert (found.loads, found.distinct) == (1.0, 0.25)
     assert found.won >= 0.5
+
+
+def test_a_number_of_steps_is_that_of_every_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The published recipe has a number of its own: --steps beside it was a TypeError."""
+    smollm2, asked = bench_smollm2(monkeypatch), dict[str, object]()
+
+    def run(way: str, folder: Path, **options: object) -> None:
+        asked.update(options)
+        folder.mkdir()
+        (folder / "best_strategy.py").touch()
+
+    nothing = smollm2.Sampled(0, 0, 0, 0, 0)
+    monkeypatch.setattr(smollm2, "run", run)
+    monkeypatch.setattr(smollm2, "kept", lambda file, make: nothing)
+    monkeypatch.setattr(smollm2, "of_programs", lambda sources: nothing)
+    smollm2.learn(smollm2.Args("learn", seeds=(1,), steps=2, methods=("published",), best_of=0), tmp_path)
+    assert asked["steps"] == 2

@@ -558,8 +558,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
     generated together.  The update's scores over the vocabulary take four times their size in 16 bits: an H200 took 3.4
-    to 5.3 times, with two layers of gpt-oss-20b's shape.  In MXFP4 it took 0.56
-    GB a layer more, the size of all that a layer's experts compute: counted as if that were kept for the backward pass.
+    to 5.3 times, with two layers of gpt-oss-20b's shape.  In MXFP4 it took 0.56 GB a layer more, the size of all that a
+    layer's experts compute: counted as if that were kept for the backward pass.
     """
     try:
         model_config = config_of(str(adapter_base(name) or name))
@@ -570,7 +570,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     except Exception:  # transformers does not know every architecture; loading will tell
         return {}
     unpacked = config.weights == "16bit" or uses_transformers(config)
-    stored = 4.25 / 8 if getattr(model_config, "quantization_config", None) else 2.0
+    packing = getattr(model_config, "quantization_config", None) or {}
+    stored = 4.25 / 8 if packing else 2.0
     packed = 4.13 / 8 if config.weights in ("auto", "4bit") else 2.0
     whole = re.compile(r"embed|lm_head|router|bias")  # these parameters are never packed
 
@@ -585,9 +586,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         for name, shape in shapes.items()
         if len(shape) > 1 and not whole.search(name) and place in name
     )
-    in_mxfp4 = (getattr(model_config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     activations = 0  # numbers that all experts compute for a token
-    if in_mxfp4 and not unpacked and config.weights != "4bit":
+    if packing.get("quant_method") == "mxfp4" and not unpacked and config.weights != "4bit":
         width_of_experts = 3 * text.intermediate_size + text.hidden_size  # gate and up, their product, down
         activations = text.num_hidden_layers * text.num_experts_per_tok * width_of_experts
     parts = RANKS if SHARDED else 1
