@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Do rewards rank programs by skill?  77 programs of `tests/programs.py`, with their games in `tests/games.json`.
+"""Do rewards rank programs by skill?  78 programs of `tests/programs.py`, with their games in `tests/games.json`.
 
     python benchmarks/bench_reward.py             # pairs of programs that are rewarded in the wrong order; seconds
     python benchmarks/bench_reward.py --record    # first plays the games missing in the record; about an hour for all

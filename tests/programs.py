@@ -242,6 +242,7 @@ SLOW = {
     "six cells, lines": expectimax(LINES, 6),
     "depth two, one cell, corner": expectimax("b[0][0]", 1, "2"),
     "depth two, one cell, lines": expectimax(LINES, 1, "2"),
+    "depth two, two cells, lines": expectimax(LINES, 2, "2"),
     "depth two, four cells, different tiles": expectimax("len(set(itertools.chain(*b)))", 4, "2"),
     "deeper when crowded, lines": expectimax(LINES, 2, "sum(r.count(0) for r in board) < 2 * len(board)"),
     "monte carlo, 2 x 5, empty": monte_carlo(EMPTY, 2, 5),

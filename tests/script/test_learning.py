@@ -49,7 +49,7 @@ def rewards(sources: Sequence[str], **columns: Any) -> list[float]:
 @pytest.mark.parametrize("target", [256, 1024, 4096, 16384, 65536])
 @pytest.mark.parametrize("size", [4, 6])
 def test_rewards_rank_like_skill(size: int, target: int) -> None:
-    """77 programs, blind, slow and broken ones among them: in at most 3% of the pairs the worse one is paid as much.
+    """78 programs, blind, slow and broken ones among them: in at most 3% of the pairs the worse one is paid as much.
 
     A timeout was worth -1 whatever had been reached: at 32768 a search that makes 65536 was paid like one that hangs.
     """

@@ -1,7 +1,8 @@
 """The expert that learned programs have to beat: expectimax over the next tile, with a published evaluation.
 
 Tiles are worth most along a snake: from cell to cell a fourth of what they would be worth before
-(https://github.com/nancy-l-l/2048AI).  Of three published evaluations it plays best with this search.
+(https://github.com/nancy-l-l/2048AI).  Of three published evaluations it plays best with this search.  With fewer than
+five empty cells it looks a move and a tile further, after the two moves that lead to the best boards.
 """
 
 from functools import cache
@@ -35,17 +36,31 @@ def moves(board):
     return {key: rows for key, rows in after if rows != board}
 
 
+def value(board):
+    return sum(map(worth, range(len(board)), board))
+
+
+@cache
 def best(board):
-    return max((sum(map(worth, range(len(rows)), rows)) for rows in moves(board).values()), default=0)
+    return max(map(value, moves(board).values()), default=0)
 
 
-def expected(board):
-    cells = [(i, j) for i, row in enumerate(board) for j, x in enumerate(row) if not x]
-    cells = cells[:: len(cells) // 8 + 1]
-    boards = (board[:i] + (board[i][:j] + (2,) + board[i][j + 1 :],) + board[i + 1 :] for i, j in cells)
-    return sum(map(best, boards)) / len(cells)
+def further(board):
+    two = sorted(moves(board).values(), key=value)[-2:]
+    return max((expected(after, best, 2) for after in two), default=0)
+
+
+@cache
+def expected(board, look, cells):
+    empty = [(i, j) for i, row in enumerate(board) for j, x in enumerate(row) if not x]
+    empty = empty[:: -(-len(empty) // cells)]
+    boards = (board[:i] + (board[i][:j] + (2,) + board[i][j + 1 :],) + board[i + 1 :] for i, j in empty)
+    return sum(map(look, boards)) / len(empty)
 
 
 def strategy(board):
+    best.cache_clear()
+    expected.cache_clear()
     after = moves(tuple(map(tuple, board)))
-    return max(after, key=lambda key: expected(after[key]))
+    look = further if sum(row.count(0) for row in board) < 5 else best
+    return max(after, key=lambda key: expected(after[key], look, 6))
