@@ -45,17 +45,17 @@ def best(board):
     return max(map(value, moves(board).values()), default=0)
 
 
-def further(board):
-    two = sorted(moves(board).values(), key=value)[-2:]
-    return max((expected(after, best, 2) for after in two), default=0)
-
-
 @cache
 def expected(board, look, cells):
     empty = [(i, j) for i, row in enumerate(board) for j, x in enumerate(row) if not x]
     empty = empty[:: -(-len(empty) // cells)]
     boards = (board[:i] + (board[i][:j] + (2,) + board[i][j + 1 :],) + board[i + 1 :] for i, j in empty)
     return sum(map(look, boards)) / len(empty)
+
+
+def further(board):
+    two = sorted(moves(board).values(), key=value)[-2:]
+    return max((expected(after, best, 2) for after in two), default=0)
 
 
 def strategy(board):

@@ -66,7 +66,7 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 
 # Choices, and how often each is composed.
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
-# The next board, the best one two moves on, the same with a tile between, and with few empty cells a move and a tile more
+# The next board; the best one two moves on; with a tile between; and with few empty cells a move and a tile more.
 SEARCHES = {"value": 73, "best": 15, "expected": 6, "further": 6}
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
@@ -76,7 +76,8 @@ TERM_COUNTS = {2: 2, 3: 2, 4: 1}
 LINE_VALUES = ("sum(map(worth, board)) + sum(map(worth, zip(*board)))", "sum(map(worth, board))",
                "sum(map(worth, zip(*board)))")  # fmt: skip
 PLACES = {"": 6, "10 * board[0][0].bit_length()": 1, "10 * board[-1][-1].bit_length()": 1,
-          "10 * max(board[0]).bit_length()": 1, "sum(x >> 2 * i for i, x in enumerate(map(sum, board)))": 1}  # fmt: skip
+          "10 * max(board[0]).bit_length()": 1,
+          "sum(x >> 2 * i for i, x in enumerate(map(sum, board)))": 1}  # fmt: skip
 DEAD = (0, 10**4, 10**8)
 CELLS = (1, 6)  # how many empty cells the next tile is tried on, at most
 POOLED = {"sum(map(look, boards)) / len(boards)": 3, "min(map(look, boards))": 1, "max(map(look, boards))": 1}
