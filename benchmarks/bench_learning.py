@@ -3,7 +3,7 @@
 
     python benchmarks/bench_learning.py --output-dir outputs/learning
     python benchmarks/bench_learning.py --recipes --variants "shared=--objective shared"
-    python benchmarks/bench_learning.py --seeds 41 43 45 --recipes --measured benchmarks/learning    # what is kept there
+    python benchmarks/bench_learning.py --seeds 41 43 45 --recipes --measured benchmarks/learning    # those kept
 
 Runs follow one another, each with the whole machine, through the program's own command line: first the stable recipe
 with its own number of steps for each seed, then every other one with the same minutes of training.  A variant is the
