@@ -1,7 +1,7 @@
 """The expert that learned programs have to beat: expectimax over the next tile, with a published evaluation.
 
 Tiles are worth most along a snake: from cell to cell a fourth of what they would be worth before
-(https://github.com/nancy-l-l/2048AI).  Of three published evaluations it plays best with this search.  With fewer than
+(https://github.com/nancy-l-l/2048AI).  Of three published evaluations it played best one tile ahead.  With fewer than
 five empty cells it looks a move and a tile further, after the two moves that lead to the best boards.
 """
 
