@@ -1224,7 +1224,7 @@ class RunOptions:
     save_steps: Annotated[int, (1, 10**7)] = 20  # steps between checkpoints
     keep: Annotated[int, (1, 10**6)] = 3  # newest checkpoints to keep, besides the best
     patience: Annotated[int, (1, 10**7)] = 20  # steps in a row with nothing to learn that end training
-    race_games: Annotated[int, (1, 10**6)] = 448  # by which the best program is chosen
+    race_games: Annotated[int, (1, 10**6)] = 256  # by which the best program is chosen
     best_of: Annotated[int, (-1, 10**6)] = 512  # control: best of so many untrained programs; -1: as many as the run's
     report_to: str = "tensorboard"  # tensorboard, wandb, trackio, mlflow, with commas between several; or none
     quiet: bool = False  # print only the result
@@ -1251,7 +1251,7 @@ class TrainConfig(CommonOptions, HeldOutOptions, GameOptions, ModelOptions, GRPO
 
 
 EMBEDDED: dict[str, Any] = {  # the embedded model's own numbers, chosen by measurement: benchmarks/LOG.md
-    "steps": 80, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
+    "steps": 56, "generations": 64, "batch_size": 64, "accumulation": 1, "boards": 1,
     "learning_rate": 1.4e-3, "warmup_steps": 5, "decay_steps": 0.25, "max_grad_norm": 0.2, "entropy_coef": 0.04,
     "objective": "mean", "lora_rank": 32, "lora_alpha": 64, "max_new_tokens": 64, "eval_batch_size": 128, "best_of": -1,
     "ladder": ("6:2048", "4:512", "4:2048", "4:4096")}  # fmt: skip

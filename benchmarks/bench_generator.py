@@ -65,9 +65,9 @@ def helpers(kinds: set[str]) -> int:
     if searches:
         count *= sum(math.comb(len(compose.TERMS), terms) * weights**terms for terms in compose.TERM_COUNTS)
         count *= len(compose.LINE_VALUES) * sum(weights if place else 1 for place in compose.PLACES)
-    if searches & {"best", "expected"}:
+    if searches - {"value"}:
         count *= len(compose.DEAD)
-    if "expected" in searches:
+    if searches & {"expected", "further"}:
         count *= len(compose.CELLS) * len(compose.POOLED)
     return count
 

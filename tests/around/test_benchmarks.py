@@ -152,8 +152,9 @@ def test_as_many_programs_are_counted_as_can_be_composed(
     generator = importlib.import_module("bench_generator")
     small = {"KINDS": dict.fromkeys(kinds, 1), "RULES": {rules: 1}, "STATES": ("max(flat)",), "LIMITS": (1, 2),
              "TERMS": {"max(ranks)": 1, "sum(ranks)": -1}, "TERM_COUNTS": {2: 1}, "WEIGHTS": (3,), "DEAD": (0,),
-             "PLACES": {"": 1}, "CELLS": (1, 2), "SEARCHES": {"value": 1, "expected": 2}, "SIGNS": {1: 1, -1: 1},
-             "LINE_VALUES": ("sum(map(worth, board))",), "POOLED": {"max(map(best, boards))": 1}}  # fmt: skip
+             "PLACES": {"": 1}, "CELLS": (1, 2), "SIGNS": {1: 1, -1: 1},
+             "SEARCHES": {"value": 1, "expected": 2, "further": 2},
+             "LINE_VALUES": ("sum(map(worth, board))",), "POOLED": {"max(map(look, boards))": 1}}  # fmt: skip
     for name, table in small.items():
         monkeypatch.setattr(compose, name, table)
     rng = random.Random(1)

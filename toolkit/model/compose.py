@@ -28,13 +28,18 @@ def best(board):
     return max(map(value, moves(board).values()), default=-¦{dead}¦)¦
 """
 EXPECTED = """
-def expected(board):
+def expected(board, look=best, cells=¦{cells}¦):
     boards = [
         board[:i] + (row[:j] + (2,) + row[j + 1 :],) + board[i + 1 :]
         for i, row in enumerate(board) for j, x in enumerate(row) if not x
     ]
-    boards = boards[:: len(boards) // ¦{cells}¦ + 1]
+    boards = boards[:: len(boards) // cells + 1]
     return ¦{pooled}¦
+"""
+FURTHER = """
+def further(board):
+    two = sorted(moves(board).values(), key=value)[-2:]
+    return max([expected(b, cells=2) for b in two] or [best(board)])
 """
 TERMS = {  # of a row, all on one scale, with the sign of a weight that makes sense
     "10 * row.count(0)": 1,
@@ -61,7 +66,8 @@ STATES = ("flat.count(0)", "len(set(flat))", "max(flat)", "board[0][0]", "board[
 
 # Choices, and how often each is composed.
 KINDS = {"constant": 6, "cycle": 18, "turns": 4, "draw2": 16, "draw3": 2, "draw4": 1, "first": 8, "search": 33}
-SEARCHES = {"value": 73, "best": 15, "expected": 12}  # the next board, the best one two moves on, with a tile between
+# The next board, the best one two moves on, with a tile between, and where few cells are empty a move and a tile more
+SEARCHES = {"value": 64, "best": 15, "expected": 18, "further": 3}
 RULES = {1: 4, 2: 1}
 LIMITS = (1, 2, 4, 8, 16, 32, 64)  # of the state that decides between two rules
 KEY_COUNTS = (2, 3, 4)  # how many keys a cycle has
@@ -69,11 +75,16 @@ FACTORS = (1, 2, 3, 5)  # of the state that chooses among them
 TERM_COUNTS = {2: 2, 3: 2, 4: 1}
 LINE_VALUES = ("sum(map(worth, board)) + sum(map(worth, zip(*board)))", "sum(map(worth, board))",
                "sum(map(worth, zip(*board)))")  # fmt: skip
-PLACES = {"": 6, "10 * board[0][0].bit_length()": 1, "10 * board[-1][-1].bit_length()": 1,
-          "10 * max(board[0]).bit_length()": 1}  # fmt: skip
+PLACES = {
+    "": 6,
+    "10 * board[0][0].bit_length()": 1,
+    "10 * board[-1][-1].bit_length()": 1,
+    "10 * max(board[0]).bit_length()": 1,
+    "sum(x >> 2 * i for i, x in enumerate(map(sum, board)))": 1,
+}
 DEAD = (0, 10**4, 10**8)
 CELLS = (1, 6)  # how many empty cells the next tile is tried on, at most
-POOLED = {"sum(map(best, boards)) / len(boards)": 3, "min(map(best, boards))": 1, "max(map(best, boards))": 1}
+POOLED = {"sum(map(look, boards)) / len(boards)": 3, "min(map(look, boards))": 1, "max(map(look, boards))": 1}
 
 
 def pick(rng: random.Random, table: Mapping[Any, int]) -> Any:
@@ -103,6 +114,8 @@ def key_expression(rng: random.Random, kind: str, keys: str) -> str:
         return f'"¦{rng.choice(keys)}¦"'
     if kind == "first":
         return rng.choice(("[*after][0]", "[*after][0]", "[*after][-1]"))
+    if kind == "further":
+        return "max(after, key=lambda key: expected(after[key], further if tight else best))"
     if kind in SEARCHES:
         return f"max(after, key=lambda key: {kind}(after[key]))"
     count = int(kind[-1]) if kind.startswith("draw") else rng.choice(KEY_COUNTS)
@@ -124,10 +137,12 @@ def helpers(rng: random.Random, kinds: Sequence[str], keys: str) -> str:
         terms, place = weighted_sum(rng, pick(rng, TERM_COUNTS)), pick(rng, PLACES)
         place = place and f" + ¦{place}¦ * ¦{weight(rng)}"
         source += WORTH.format(terms=terms, lines=rng.choice(LINE_VALUES), place=place)
-    if searches & {"best", "expected"}:
+    if searches - {"value"}:
         source += BEST.format(dead=rng.choice(DEAD))
-    if "expected" in searches:
+    if searches & {"expected", "further"}:
         source += EXPECTED.format(cells=rng.choice(CELLS), pooled=pick(rng, POOLED))
+    if "further" in searches:
+        source += FURTHER
     return source
 
 
@@ -144,6 +159,7 @@ def marked_strategy(rng: random.Random, keys: str) -> str:
         body = f"¦    if {rng.choice(STATES)} > ¦{rng.choice(LIMITS)}¦:\n        return {choices[0]}\n{body}"
     before = "    flat = sum(board, [])\n" if "flat" in body else ""
     before += "    turns.append(0)\n" if "turns" in kinds else ""
+    before += "    tight = sum(row.count(0) for row in board) < 4\n" if "further" in kinds else ""
     above = helpers(rng, kinds, keys)
     before += AFTER if above else ""
     imports = "import random\n" if "random." in body else ""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GptOssForCausalLM, PreTrainedTokenizerFast
 
-VERSION = 9  # part of the cache folder's name: raise it with every change that changes the weights
+VERSION = 11  # part of the cache folder's name: raise it with every change that changes the weights
 SEED = 3407
 POSITIONS = 1024  # tokens of a prompt with its answer, at most
 ROPE_THETA = 10000.0
