@@ -629,6 +629,31 @@ def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
 # Loading
 
 
+def import_libraries(say: Callable[[Any], None], local: bool, plain: bool) -> None:
+    """Import what loads a model: unsloth first, because it patches the others, or transformers alone where `plain`."""
+    prepare_environment(offline=local)
+    say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
+    gpu = gpu_is_there()
+    logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)  # it looks for kernels
+    if not plain:
+        with contextlib.nullcontext() if gpu else contextlib.redirect_stdout(io.StringIO()):
+            import unsloth  # noqa: F401
+    from transformers.utils.logging import disable_progress_bar
+
+    if local:
+        disable_progress_bar()  # it is for downloads
+
+
+def made_here(model: str, layout: str | None, say: Callable[[Any], None], spec: Callable[[str], GameSpec]) -> Path:
+    """The folder of the embedded model for a keyboard layout, or of SmolLM2: made at first, then from the cache."""
+    import torch
+
+    if layout is None:
+        return by_first_rank(partial(smollm2.converted, say))
+    torch.set_num_threads(1)  # as in its warm start
+    return by_first_rank(partial(warm_start, spec(layout), progress=every_tenth(say)))
+
+
 def prepare(
     name: str, config: ModelConfig, say: Callable[[Any], None], spec: Callable[[str], GameSpec], trains: bool
 ) -> tuple[str, dict[str, Any]]:
@@ -637,20 +662,11 @@ def prepare(
     Returns the name or folder to load, and the arguments of Unsloth's loader.  Training loads an adapter's base; the
     adapter is added later.  `spec` says what the warm start has to know of a keyboard layout.
     """
-    base, plain = adapter_base(name), uses_transformers(config, name)
+    base = adapter_base(name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
-    is_smollm2 = base_of(name) == "smollm2"
-    local = bool(layout or is_smollm2 or (Path(name).is_dir() and (base is None or base.is_dir())))
-    prepare_environment(local)
-    say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
-    gpu = gpu_is_there()
-    logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)  # it looks for kernels
-    if not plain:
-        with contextlib.nullcontext() if gpu else contextlib.redirect_stdout(io.StringIO()):
-            import unsloth  # noqa: F401 - it patches torch, transformers and trl, so it is imported before them
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
+    ours = bool(layout) or base_of(name) == "smollm2"
+    local = ours or (Path(name).is_dir() and (base is None or base.is_dir()))
+    import_libraries(say, local, uses_transformers(config, name))
     if trains and name not in MADE_HERE and (lacks := check_layers(name)):
         say(lacks)
     machine = find_machine()
@@ -660,18 +676,10 @@ def prepare(
     settings = choose_settings(machine, config, choice)
     os.environ.update(settings.environment)
     say(settings_table(settings))
-    if local:
-        disable_progress_bar()  # it is for downloads
-    # An adapter's base can have left the cache.
-    if layout:
-        torch.set_num_threads(1)  # as in its warm start
-        made = by_first_rank(partial(warm_start, spec(layout), progress=every_tenth(say)))
-    elif is_smollm2:
-        made = by_first_rank(partial(smollm2.converted, say))
-    if (layout or is_smollm2) and base is None:
-        name = str(made)
-    chosen: Any = config  # any dataclass
-    if warning := memory_warning(name, machine, dataclasses.replace(chosen, weights=choice.weights)):
+    if ours:  # an adapter's base can have left the cache
+        made = made_here(name, layout, say, spec)
+        name = name if base else str(made)
+    if warning := memory_warning(name, machine, config):
         say(warning)
     if not local:
         check_download(four_bit_name(name) if settings.load.get("load_in_4bit") else name)
