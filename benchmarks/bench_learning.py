@@ -154,14 +154,14 @@ def read(folder: Path, shown: set[str | None]) -> Run:
     return Run(files, play_hundred(folder), (new[0], new[1]))
 
 
-def curve(run: Run, minutes: float = 0.5) -> list[tuple[float, float]]:
-    """Minutes of training, and mean log2 of the largest tile of a step's games: for each half minute on 4x4."""
+def curve(run: Run, parts: int = 30) -> list[tuple[float, float]]:
+    """Share of the steps, and mean log2 of the largest tile of a step's games: for each part of training on 4x4."""
     slots: dict[int, list[float]] = {}
     for number, step in run.files.steps.items():
         if step.stage.startswith("4x4 "):
-            spent = run.files.curves["seconds/spent"][number] / 60
-            slots.setdefault(int(spent / minutes), []).append(run.files.curves["games/level"][number])
-    return [((slot + 0.5) * minutes, statistics.fmean(levels)) for slot, levels in sorted(slots.items())]
+            slot = (number - 1) * parts // max(run.files.steps)
+            slots.setdefault(slot, []).append(run.files.curves["games/level"][number])
+    return [((slot + 0.5) / parts, statistics.fmean(levels)) for slot, levels in sorted(slots.items())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,12 +297,11 @@ def text(x: float, y: float, words: str, anchor: str = "start", colour: str = GR
 def curves_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[str]:
     """A line for each run that reached 4x4."""
     lines = [(run.recipe, run.curve) for run in measured if run.curve]
-    minutes = max((x for _, points in lines for x, _ in points), default=0) + 0.25  # to the end of the half minute
     levels = [5.0, 11.0, *(y for _, points in lines for _, y in points)]
     low, high = min(levels), max(levels)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + x / minutes * LEFT_WIDTH, TOP + (high - y) / (high - low) * HEIGHT
+        return LEFT + x * LEFT_WIDTH, TOP + (high - y) / (high - low) * HEIGHT
 
     parts = [text(0, 14, "largest tile in a step, 4x4 (mean log2)")]
     for level in (5, 7, 9, 11):
@@ -311,9 +310,8 @@ def curves_panel(measured: Sequence[Measured], colours: dict[str, str]) -> list[
             f'<path d="M{LEFT} {y:.1f}h{LEFT_WIDTH}" stroke="#8884"/>',
             text(LEFT - 6, y + 4, f"{1 << level}", "end"),
         ]
-    for at in range(0, int(minutes) + 1, 2):
-        words = f"{at} min" if at else "0"
-        parts.append(text(place(at, 0)[0], TOP + HEIGHT + 18, words, "middle"))
+    for share, words in ((0, "0%"), (0.5, "50% of the steps"), (1, "100%")):
+        parts.append(text(place(share, 0)[0], TOP + HEIGHT + 18, words, "middle"))
     for recipe, points in lines:
         shape = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
         parts.append(f'<polyline points="{shape}" fill="none" stroke="{colours[recipe]}" stroke-width="1.8"/>')

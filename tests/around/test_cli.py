@@ -98,7 +98,7 @@ def test_help_of_train_shows_ten_options_first(capsys: pytest.CaptureFixture[str
         (["--output-dir="], "--output-dir is empty: give it a value, or leave it out"),
         (["eval", " "], "a name is empty"),
         (["compare", "", "b"], "a name is empty"),
-        (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 56: name fewer, or below"),
+        (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 80: name fewer, or below"),
         (["--model", "tiny", "--warmup-steps", "6", "--steps", "4"], "--warmup-steps 6 is more than --steps 4"),
         (["--lr-schedule", "linear", "--decay-steps", "9"], "--decay-steps needs --lr-schedule constant: linear falls"),
         (["--model", "tiny", "--max-seq-length", "100"], "--max-seq-length 100 is too short: prompt and completion"),

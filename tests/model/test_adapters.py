@@ -71,7 +71,7 @@ def test_a_run_plays_the_game_of_the_adapter_that_it_begins_from(
     (adapter / "training_config.json").write_text(json.dumps(made_for))
     config = parsed("--model", adapter, "--max-new-tokens", 32)
     assert (config.held_out, config.keys, config.max_new_tokens) == (("4:256",), "wasd", 32)
-    assert (config.steps, config.unsafe_no_jail) == (56, False)
+    assert (config.steps, config.unsafe_no_jail) == (80, False)
     assert capsys.readouterr().err.startswith(f"options taken from {adapter}: --held-out 4:256 --keys wasd")
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from toolkit.model.cpu_speed import ROOM, generate_merged, share_prefixes
 
@@ -28,6 +27,8 @@ PROMPTS = [SHORT] * 3 + [LONG] * 3
 
 def small_model(kind: str) -> Any:
     """A random model.  gpt-oss has layers that see the last 4 tokens only."""
+    from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SHAPE, initializer_range=0.3)).eval()

@@ -499,7 +499,7 @@ def test_the_time_of_a_run_counts_its_evaluations() -> None:
     what, time, why = time_row(DEFAULTS, 36.0)
     assert (what, time) == ("time", "1.6 h of generating")
     assert "120 steps and 36 batches of evaluation, 36.0 s each" in why
-    assert "56 steps and 33 batches" in time_row(program.train_defaults("tiny"), 1.0)[2]
+    assert "80 steps and 45 batches" in time_row(program.train_defaults("tiny"), 1.0)[2]
 
 
 def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -> None:
