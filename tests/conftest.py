@@ -37,6 +37,7 @@ LIBRARIES = (
     "serve/test_export.py",
     "serve/test_gguf.py",
     "model/test_families.py",
+    "model/test_cpu_speed.py",
 )
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
 FIRST = (
