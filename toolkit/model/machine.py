@@ -644,7 +644,7 @@ def import_libraries(say: Callable[[Any], None], local: bool, plain: bool) -> No
         disable_progress_bar()  # it is for downloads
 
 
-def made_here(model: str, layout: str | None, say: Callable[[Any], None], spec: Callable[[str], GameSpec]) -> Path:
+def made_here(layout: str | None, say: Callable[[Any], None], spec: Callable[[str], GameSpec]) -> Path:
     """The folder of the embedded model for a keyboard layout, or of SmolLM2: made at first, then from the cache."""
     import torch
 
@@ -677,7 +677,7 @@ def prepare(
     os.environ.update(settings.environment)
     say(settings_table(settings))
     if ours:  # an adapter's base can have left the cache
-        made = made_here(name, layout, say, spec)
+        made = made_here(layout, say, spec)
         name = name if base else str(made)
     if warning := memory_warning(name, machine, config):
         say(warning)
