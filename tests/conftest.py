@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -59,6 +60,16 @@ FIRST = (
 
 ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of the x86-64 system calls")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
+
+
+# Libraries and tests stay to the end: searching them for garbage again and again is a tenth of the processor time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on only what tests make is searched."""
+    gc.freeze()
+    gc.enable()
 
 
 def file_of(nodeid: str) -> str:

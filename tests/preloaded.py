@@ -61,9 +61,11 @@ def serve() -> None:
         from tests import gpu_on_cpu
 
         gpu_on_cpu.become_gpu()
+    gc.disable()  # as in machine.import_libraries
     for name in ("unsloth", "datasets", "torch.utils.tensorboard", "tyro", "rich.live"):  # unsloth before all others
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would touch half a million objects, and so copy their memory
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
     if request := next_request():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -89,7 +89,7 @@ def background_games() -> programs.BackgroundGames:
     return programs.BackgroundGames([(3, 64), (2, 8)], partial(program.Evaluator, config))
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_programs_reach_beside_other_work_what_they_reach_after_it(ended: bool) -> None:
     """However many of their games are left for the end, and when a program was added."""
     games = background_games()

@@ -253,7 +253,8 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param("", marks=pytest.mark.slow), "raise KeyboardInterrupt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "raise KeyboardInterrupt"])
 def test_leaving_does_not_wait_for_games(end: str) -> None:
     """concurrent.futures plays the whole queue before Python may end: these games would take minutes."""
     assert run_python(LEAVES.format(end=end)).returncode == (0 if not end else -signal.SIGINT)
@@ -291,8 +292,14 @@ def test_a_zygote_killed_while_idle_is_replaced(lone: Pool) -> None:
 SLOW = "def strategy(board):\n    for _ in range(8_000_000): pass\n    return 'x'"
 
 
-@pytest.mark.parametrize(("victim", "outcome"), [("worker", "invalid_move"), ("zygote", "invalid_move"),
-                                                 ("player", "error")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("victim", "outcome"),
+    [
+        pytest.param("worker", "invalid_move", marks=pytest.mark.slow),
+        pytest.param("zygote", "invalid_move", marks=pytest.mark.slow),
+        ("player", "error"),
+    ],
+)
 def test_a_process_killed_during_a_game(lone: Pool, victim: str, outcome: str) -> None:
     """No program can end its referee or its zygote, so the game is played with new ones: it was charged as "error".
     A player may have ended itself, so its game is not tried again.  One that ends before it is jailed has not: so this
@@ -425,7 +432,11 @@ def test_workers_that_die_again_and_again_are_nobodys_fault(lone: Pool, monkeypa
         play(lone, FOR_EVER)
 
 
-@pytest.mark.parametrize("source", [HONEST, "#" * 500_000 + "\n" + HONEST], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "source",
+    [HONEST, pytest.param("#" * 500_000 + "\n" + HONEST, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
 def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """The trainer waited without limit: for the verdict, or for its own send if no buffer holds the job."""
     (pid,) = {worker._process.pid for worker in lone._workers}
@@ -461,6 +472,7 @@ def test_a_referee_gives_up_on_a_zygote_that_stands_still() -> None:
     assert run_python(STANDS_STILL).stdout == "gave up\n"
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
     pool: Pool, lone: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +491,7 @@ def test_training_goes_on_where_a_worker_cannot_be_replaced_at_once(
     assert failures == []
 
 
+@pytest.mark.slow
 def test_an_error_of_one_job_closes_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the games of all other threads.  And what is lack of memory was said to be the jail's failure."""
     with Pool(2) as pool:
