@@ -95,7 +95,7 @@ def test_feedback_is_on_other_boards_than_those_that_are_paid() -> None:
             lucky[result.detail.removeprefix("ValueError: ")] = "éuai"[len(lucky) % 4]
     learned = task.practise(asked, answer).results
     assert min(result.steps for result in learned) > 10
-    assert [result.steps for result in task.judge(asked, answer)[0].results] == [1, 1]
+    assert max(result.steps for result in task.judge(asked, answer)[0].results) < 5  # two games can begin alike
     assert not set(asked.seeds) & set(asked.practice)
 
 
