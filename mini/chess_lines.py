@@ -38,8 +38,8 @@ from mini.runs import (
     Tokens,
     device_of,
     load_model,
+    naming,
     read_config,
-    read_file,
     save_model,
     say,
     table,
@@ -161,7 +161,8 @@ def load_tokens(folder: Path) -> Tokens:
     config = read_config(folder)
     name, size = config.get("mini_tokens", "bpe"), config.get("vocab_size", GptConfig.vocab_size)
     if name == "chars":
-        tokens: Tokens = CharTokens(read_file(folder / "alphabet.txt").decode())
+        with naming(folder / "alphabet.txt"):
+            tokens: Tokens = CharTokens((folder / "alphabet.txt").read_bytes().decode())
     else:
         tokens = LineTokens() if name == "lines" else BpeTokens(folder)
     if tokens.size > size or (tokens.size < size and name != "bpe"):  # byte pairs may be padded
@@ -366,10 +367,7 @@ class Corpus:
 
 def shipped_examples() -> list[Example]:
     """The P lines shipped with the package."""
-    try:
-        return [example for line in SHIPPED.read_text().splitlines() if (example := parse_line(line))]
-    except OSError as error:
-        raise UsageError(f"{SHIPPED}: {error.strerror}") from None
+    return [example for line in SHIPPED.read_text().splitlines() if (example := parse_line(line))]
 
 
 def mirrored(example: Example) -> Example:
@@ -415,17 +413,12 @@ def read_example(line: str, tokens: Tokens) -> Example:
 def read_corpus(path: Path, tokens: Tokens) -> list[Example]:
     """The usable lines of a file; says which ones are not, and why."""
     examples, dropped = list[Example](), defaultdict[str, list[int]](list)
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    examples += [read_example(line, tokens)] if line.strip() else []
-                except ValueError as error:
-                    dropped[re.sub(r"'.*'|\S*\d\S*", "...", str(error))].append(number)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text in UTF-8") from None
+    with naming(path), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                examples += [read_example(line, tokens)] if line.strip() else []
+            except ValueError as error:
+                dropped[re.sub(r"'.*'|\S*\d\S*", "...", str(error))].append(number)
     for reason, numbers in dropped.items():
         say(f"{path}: {len(numbers)} left out, {reason}: line {', '.join(map(str, numbers))}")
     return examples
@@ -656,8 +649,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     run = Run(config)
     model, task, sampling = prepare(config)
     blind = controls(task)
-    run.begin()
-    run.keep(model)
+    run.begin(model)
     if not run.checkpoint:
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))

@@ -147,8 +147,7 @@ class ValueHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, C) -> (N, T)."""
-        value: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
-        return value
+        return self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
 
 
 @dataclass

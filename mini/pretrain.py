@@ -58,7 +58,7 @@ from mini.chess_lines import (
 from mini.config import DataConfig, PlayConfig, PretrainConfig
 from mini.grpo import Learner, likelihood_step, make_learner, run_steps, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, save_model, say, table, write
+from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, naming, save_model, say, table, write
 from toolkit import UsageError
 
 MATE_EVAL = 99.99  # pawns
@@ -189,13 +189,10 @@ def read_lines(path: Path) -> Lines:
     """The P and A lines of a corpus, or of all of a folder's."""
     lines: Lines = {"P": [], "A": []}
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    try:
-        for file in files:
-            with file.open(encoding="utf-8") as text:
-                for line in text:
-                    lines["P" if "P:" in line[:16] else "A"].append(line)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
+    for file in files:
+        with naming(file), file.open(encoding="utf-8") as text:
+            for line in text:
+                lines["P" if "P:" in line[:16] else "A"].append(line)
     if not all(lines.values()):
         raise UsageError(f"{path} needs P and A lines: see python -m mini data --help")
     say(f"{len(lines['P'])} P and {len(lines['A'])} A lines")
@@ -285,7 +282,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
     learner = make_learner(model, model, config.lr, config.seed)
-    run.begin()
+    run.begin(model)
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 
     def line(figures: Figures) -> str | None:

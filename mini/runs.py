@@ -5,22 +5,18 @@ Every file is written whole under another name, flushed, then renamed: a run tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import math
-import os
-import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -44,6 +40,20 @@ def write(path: Path, content: str | bytes | dict[str, Any]) -> None:
         write_whole(path, content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn whatever is wrong with a file into one line that names it: a UsageError."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # torch, safetensors and tokenizers raise nothing narrower
+        said = " ".join(str(error).split())[:200]
+        raise UsageError(f"{path} cannot be used ({type(error).__name__}: {said})") from None
 
 
 def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str, Any]]) -> str:
@@ -81,18 +91,14 @@ class Run:
             raise UsageError(f"{self.folder} has no checkpoint to resume from")
         self.checkpoint = self.load() if config.resume else None
 
-    def begin(self, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
-        """Make the folder of a new run, with its config and more files."""
-        for name, content in {**files, "config.json": json.dumps(self.settings, indent=2).encode()}.items():
-            if not self.checkpoint:
-                write(self.folder / name, content)
-
-    def keep(self, start: GPT) -> None:
-        """Store the start of a new run; give a resumed one's the weights that it had."""
+    def begin(self, start: GPT) -> None:
+        """Store the config and the start of a new run; give a resumed one's start the weights that it had."""
         path = self.folder / "start.pt"
         if self.checkpoint:
-            restore(start.load_state_dict, read_state(path), path)
+            with naming(path):
+                start.load_state_dict(read_state(path))
         else:
+            write(self.folder / "config.json", json.dumps(self.settings, indent=2))
             write(path, dict(start.state_dict()))
 
     def save(self, learner: Learner) -> None:
@@ -103,27 +109,27 @@ class Run:
 
     def load(self) -> dict[str, Any]:
         """The checkpoint to resume.  Raises UsageError if the run had other options."""
-        state = read_state(self.saved)
-        if not isinstance(state.get("config"), dict) or not isinstance(state.get("extra"), dict):
-            raise UsageError(f"{self.saved} cannot be read as a checkpoint")
-        if (command := state["config"].get("command")) != self.settings["command"]:
-            raise UsageError(f"{self.folder} has a run of {command} in it, not of {self.settings['command']}")
+        with naming(self.saved):
+            state = read_state(self.saved)
+            had, self.extra = dict(state["config"]), dict(state["extra"])
+        if (command := had.get("command")) != (ours := self.settings["command"]):
+            raise UsageError(f"{self.folder} has a run of {command} in it, not of {ours}")
         for name in sorted(self.settings.keys() - MAY_DIFFER):
-            if self.settings[name] != state["config"].get(name):
-                raise UsageError(f"the run in {self.folder} had {spelled(name)} {state['config'].get(name)}, "
+            if self.settings[name] != had.get(name):
+                raise UsageError(f"the run in {self.folder} had {spelled(name)} {had.get(name)}, "
                                  f"not {self.settings[name]}")  # fmt: skip
-        self.extra = state["extra"]
         return state
 
     def follow(self, learner: Learner, steps: Iterable[Figures], line: Callable[[Figures], str | None]) -> str | None:
         """Train to the end: curves, printed lines, checkpoints.  Returns why there was nothing left to learn, if so."""
         if self.checkpoint:
-            restore(learner.restore, self.checkpoint, self.saved)
+            with naming(self.saved):
+                learner.restore(self.checkpoint)
         curves = Curves(self.config.track, self.folder, self.settings, learner.step)
         kept, patience = learner.step, getattr(self.config, "patience", math.inf)
         try:
             for figures in steps:
-                curves.write(learner.step, {**figures, "memory_gib": memory(learner.model)})
+                curves.write(learner.step, figures)
                 if text := line(figures):
                     say(text)
                 if learner.flat >= patience:
@@ -188,29 +194,8 @@ class Curves:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A dict that torch.save wrote.  Raises UsageError for anything else."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; without it the run cannot go on") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError):
-        state = None
-    if not isinstance(state, dict):
-        raise UsageError(f"{path} cannot be read as a checkpoint")
-    return state
-
-
-def restore(load: Callable[[dict[str, Any]], object], state: dict[str, Any], path: Path) -> None:
-    """Load a model's or a learner's state.  Raises UsageError if it is another's."""
-    try:
-        load(state)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UsageError(f"{path} does not fit this run: {first_line(error)}") from None
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split())[:200]
+    """A dict that torch.save wrote."""
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def device_of(name: str) -> torch.device:
@@ -219,14 +204,6 @@ def device_of(name: str) -> torch.device:
     if name == "cuda" and not there:
         raise UsageError("--device cuda: torch sees no GPU")
     return torch.device("cuda" if there and name == "auto" else name.replace("auto", "cpu"))
-
-
-def memory(model: GPT) -> float:
-    """GiB that the process uses now, or the most that it has used on a GPU."""
-    if model.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,26 +264,19 @@ class BpeTokens:
         if pair is None:
             raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
                              "vocab.json")  # fmt: skip
-        try:
+        with naming(folder):
             self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
             self._bpe = ByteLevelBPETokenizer(str(folder / pair[1]), str(folder / pair[0]))
-        except Exception:  # the library raises nothing narrower
-            raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
         self._bpe.add_special_tokens([END])
         self.end, self.size = self._bpe.token_to_id(END), self._bpe.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """Ids of any text; END in it is END's id."""
-        ids: list[int] = self._bpe.encode(text).ids
-        return ids
+        return self._bpe.encode(text).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
-        runs = groupby(ids, key=lambda i: i < self.size)
-        return "".join(
-            self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}" * len([*run])
-            for known, run in runs
-        )
+        """Invalid UTF-8 becomes U+FFFD, and END an id beyond the vocabulary, which a padded head can produce."""
+        return self._bpe.decode([i if i < self.size else self.end for i in ids], skip_special_tokens=False)
 
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
@@ -315,44 +285,29 @@ ASSUMED = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale
            "add_cross_attention": False, "tie_word_embeddings": True}  # fmt: skip
 
 
-def read_file(path: Path) -> bytes:
-    """A file's content.  Raises UsageError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.  Raises UsageError unless it describes a GPT-2."""
-    try:
-        config = json.loads(read_file(folder / "config.json"))
-        model_type = config["model_type"]
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{folder / 'config.json'} is no model's config") from None
-    if model_type not in ("gpt2", "gpt2_mla"):
-        raise UsageError(f"{folder} is a {model_type} model; only GPT-2 can be read")
-    assumed = {**ASSUMED, "n_inner": config.get("n_inner") and 4 * config.get("n_embd", 0)}
+    with naming(folder / "config.json"):
+        config = dict(json.loads((folder / "config.json").read_bytes()))
+        assumed = {**ASSUMED, "n_inner": config.get("n_inner") and 4 * config["n_embd"]}
+        if config["model_type"] not in ("gpt2", "gpt2_mla"):
+            raise UsageError(f"{folder} is a {config['model_type']} model; only GPT-2 can be read")
     for name, value in assumed.items():
         if config.get(name, value) != value:
             raise UsageError(f"{folder}: {name} is {config[name]}; only {value} can be read")
-    return dict(config)
+    return config
 
 
 def load_model(folder: Path) -> GPT:
     """Load a GPT-2 from a folder."""
     config = read_config(folder)
-    try:
+    with naming(folder / "model.safetensors"):
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
         shape = GptConfig(**{f.name: config[f.name] for f in dataclasses.fields(GptConfig) if f.name in config})
         if shape.n_embd % shape.n_head:
             raise ValueError(f"{shape.n_embd} columns cannot be shared by {shape.n_head} heads")
         model = GPT(shape)
         model.load_state_dict(from_published(tensors))
-    except OSError as error:
-        raise UsageError(f"{folder / 'model.safetensors'}: {error.strerror or error}") from None
-    except (safetensors.SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"{folder / 'model.safetensors'} does not fit config.json: {first_line(error)}") from None
     return model
 
 
@@ -380,6 +335,5 @@ def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = to
     }  # fmt: skip
     for name, content in tokens.files.items():
         write(folder / name, content)
-    data = safetensors.torch.save(tensors, {"format": "pt"})
-    write(folder / "model.safetensors", data)
-    write(folder / "config.json", json.dumps(config, indent=2).encode())
+    write(folder / "model.safetensors", safetensors.torch.save(tensors, {"format": "pt"}))
+    write(folder / "config.json", json.dumps(config, indent=2))

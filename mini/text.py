@@ -26,7 +26,7 @@ from mini import grpo
 from mini.config import TextConfig
 from mini.grpo import LanguageModel, Learner, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import BpeTokens, CharTokens, Figures, Run, device_of, save_model, say, table
+from mini.runs import BpeTokens, CharTokens, Figures, Run, device_of, naming, save_model, say, table, write
 from toolkit import UsageError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,12 +68,8 @@ def read_text(path: Path | None) -> str:
         from pydoc_data.topics import topics
 
         return "\n".join(topics.values())
-    try:
+    with naming(path):
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--data {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--data {path} is no UTF-8 text") from None
 
 
 def build_corpus(config: TextConfig, run: Run) -> Corpus:
@@ -89,9 +85,10 @@ def build_corpus(config: TextConfig, run: Run) -> Corpus:
                          f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most")  # fmt: skip
     data = ids.to(torch.uint16).numpy().astype("<u2").tobytes()
     path = run.folder / "tokens.bin"
-    if config.resume and not (path.exists() and path.read_bytes() == data):
+    if not config.resume:
+        write(path, data)
+    elif not path.exists() or path.read_bytes() != data:
         raise UsageError(f"the text is not the one that the run in {run.folder} began with")
-    run.begin({"tokens.bin": data})
     split = len(ids) - len(ids) // HELD_OUT
     ids = ids.to(device_of(config.device))
     return Corpus(tokens, ids[:split], ids[split:])
@@ -434,7 +431,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     if not run.checkpoint and config.warm_steps:  # on windows of its own, which training does not repeat
         say(f"warm start: {config.warm_steps} supervised steps")
         likelihood_from(start, corpus, config, config.warm_steps, math.inf, config.seed + 2**31)
-    run.keep(start)
+    run.begin(start)
     if not run.checkpoint:
         run.extra["before"] = evaluate(start, corpus, config) | generation_report(start, corpus, config)
     before = run.extra["before"]

@@ -205,7 +205,7 @@ def test_tensorboard_has_every_figure(chess_run: Trained) -> None:
     events = EventAccumulator(str(chess_run[0]))
     events.Reload()
     wanted = {"reward/P", "reward/A", "valid/P", "valid/A", "kl", "kl_coef", "kl_exact", "clip_share", "entropy",
-              "zero_spread", "seconds", "memory_gib"}  # fmt: skip
+              "zero_spread", "seconds"}  # fmt: skip
     assert wanted <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("reward/P")] == list(range(1, STEPS + 1))
 
@@ -240,11 +240,12 @@ def test_a_resumed_run_must_be_the_same_run(quick: tuple[object, ...], chess_run
     start = folder / "start.pt"
     start.write_bytes(start.read_bytes()[:1000])
     done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
-    assert (done.returncode, done.stderr) == (2, f"error: {start} cannot be read as a checkpoint\n")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"error: {start} cannot be used" in done.stderr
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
     done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "cannot be read as a checkpoint" in done.stderr
+    assert "checkpoint.pt cannot be used" in done.stderr
 
 
 def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
@@ -315,7 +316,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
-    (["pretrain", "--data", "/nowhere"], "/nowhere cannot be read"),
+    (["pretrain", "--data", "/nowhere"], "/nowhere: No such file"),
     (["pretrain", "--n-head", "6"], "--n-embd 160 cannot be shared by --n-head 6"),
     (["play", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),
