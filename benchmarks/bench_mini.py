@@ -47,7 +47,7 @@ from mini.chess_lines import (  # noqa: E402
     prepare,
 )
 from mini.config import ChessConfig, EvalConfig  # noqa: E402
-from mini.grpo import make_learner, train  # noqa: E402
+from mini.grpo import Learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
 from mini.runs import save_model  # noqa: E402
 
@@ -142,7 +142,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
     for _ in range(args.repetitions):
         for name, way in ways.items():
             config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions, updates=1)
-            learner = make_learner(model, model, 0.0, config.seed)
+            learner = Learner(model, model, 0.0, config.seed)
             model.requires_grad_(True)
             mini.grpo.generate = way  # type: ignore[attr-defined]
             mini.grpo.clock = lambda model: time.perf_counter  # both threads' time would count for one side only
@@ -197,7 +197,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions)
     model, start = GPT(GptConfig()), GPT(GptConfig())
     start.load_state_dict(model.state_dict())
-    learner = make_learner(model, start, 1e-5, config.seed)
+    learner = Learner(model, start, 1e-5, config.seed)
     steps = [*train(learner, task, config, Sampling(0.8, 50, 0.95, 144))]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     shown = Table("step", "tokens", "generate", "score", "train", "seconds", title=f"124 M, peak memory {peak:.1f} GiB")

@@ -34,7 +34,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from mini.config import TextConfig, text_defaults  # noqa: E402
-from mini.grpo import KlController, Learner, make_learner  # noqa: E402
+from mini.grpo import KlController, Learner  # noqa: E402
 from mini.model import GPT, GptConfig  # noqa: E402
 from mini.runs import CharTokens  # noqa: E402
 from mini.text import STEPS, Counts, read_text  # noqa: E402
@@ -136,7 +136,7 @@ def speed(args: Args) -> dict[str, Any]:
         for forced in (True, False) if algo in ("grpo", "ppo") else (True,):
             config = replace(text_defaults(algo), teacher_forcing=forced, horizon=args.horizon, epochs=4, minibatches=4)
             model = GPT(replace(shape, vocab_size=tokens.size + (algo == "denoise")))
-            learner = make_learner(model, Counts(ids, tokens.size), config.lr, 1, value_lr=config.lr,
+            learner = Learner(model, Counts(ids, tokens.size), config.lr, 1, value_lr=config.lr,
                                    kl=KlController(config.kl_coef))  # fmt: skip
             name = algo if forced else f"{algo}, free"
             steps[name] = partial(take_step, algo, learner, config)

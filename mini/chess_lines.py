@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mini import config as defaults
 from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
-from mini.grpo import Baseline, KlController, Learner, make_learner, supervised, train
+from mini.grpo import Baseline, KlController, Learner, supervised, train
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
 from mini.runs import (
     END,
@@ -657,7 +657,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
 
     def beginner(baseline: BaselineType) -> Learner:
-        return make_learner(
+        return Learner(
             copy.deepcopy(model).requires_grad_(True),
             model.requires_grad_(False),
             lr,

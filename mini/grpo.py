@@ -208,22 +208,36 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
 COUNTERS = ("step", "tokens", "seconds", "flat")
 
 
-@dataclass
 class Learner:
-    """Everything that changes from step to step."""
+    """Everything that changes from step to step, and the frozen start; with a value head if that has a learning rate.
 
-    model: GPT
-    reference: LanguageModel  # the frozen start; the one part that does not change
-    value_head: ValueHead | None
-    optimizer: torch.optim.AdamW
-    baseline: Baseline
-    kl: KlController
-    rng: random.Random  # of the prompts
-    generator: torch.Generator  # of sampling
-    step: int = 0
-    tokens: int = 0  # trained on
-    seconds: float = 0.0
-    flat: int = 0  # successive steps without any advantage
+    AdamW without weight decay, which would pull against the KL divergence.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        reference: LanguageModel,
+        lr: float,
+        seed: int,
+        *,
+        value_lr: float | None = None,
+        baseline: Baseline | None = None,
+        kl: KlController | None = None,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model, self.reference = model, reference
+        self.baseline, self.kl = baseline or Baseline(), kl or KlController(0.0)
+        self.value_head = None if value_lr is None else ValueHead(model.config.n_embd).to(model.device)
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": lr}]
+        if self.value_head:
+            groups.append({"params": list(self.value_head.parameters()), "lr": value_lr})
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        self.rng = random.Random(f"prompts {seed}")
+        self.generator = torch.Generator(model.device).manual_seed(seed)  # of sampling
+        self.step, self.seconds = 0, 0.0
+        self.tokens = 0  # trained on
+        self.flat = 0  # successive steps without any advantage
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint needs."""
@@ -259,30 +273,6 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
-
-
-def make_learner(
-    model: GPT,
-    reference: LanguageModel,
-    lr: float,
-    seed: int,
-    *,
-    value_lr: float | None = None,
-    baseline: Baseline | None = None,
-    kl: KlController | None = None,
-) -> Learner:
-    """A learner before its first step; with a value head if that has a learning rate.
-
-    AdamW without weight decay, which would pull against the KL divergence.
-    """
-    torch.manual_seed(seed)
-    head = None if value_lr is None else ValueHead(model.config.n_embd).to(model.device)
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": lr}]
-    if head:
-        groups.append({"params": list(head.parameters()), "lr": value_lr})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    rng, generator = random.Random(f"prompts {seed}"), torch.Generator(model.device).manual_seed(seed)
-    return Learner(model, reference, head, optimizer, baseline or Baseline(), kl or KlController(0.0), rng, generator)
 
 
 def clock(model: GPT) -> Callable[[], float]:
@@ -350,7 +340,7 @@ def supervised(
     decay: float = 0.5,
 ) -> GPT:
     """Train a model by likelihood on right answers, drawn by step: a warm start, or the control of equal time."""
-    learner = make_learner(model, model, lr, 0)
+    learner = Learner(model, model, lr, 0)
     for _ in run_steps(learner, lambda: likelihood_step(learner, draw(learner.step)), steps, seconds, 10, decay):
         pass
     return model

@@ -197,22 +197,6 @@ class GPT(nn.Module):
                 residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / residual)
 
-    @torch.no_grad()
-    def start_by_copying(self, sharpness: float, strength: float) -> None:
-        """Start values with which attention copies what it looks at (mimetic: Trockman and Kolter, 2023).
-
-        In the first layer keys equal queries, so a token looks at the tokens that resemble it.  In every layer values
-        are orthogonal, and the projection is their transpose.  The architecture stays GPT-2's.
-        """
-        C = self.config.n_embd
-        for layer, block in enumerate(self.h):
-            assert isinstance(block.attn, Attention)
-            q, k, v = block.attn.c_attn.weight.split(C)  # (C, C) each
-            if layer == 0:
-                k.copy_(q.mul_(sharpness))
-            v.copy_(strength * nn.init.orthogonal_(torch.empty_like(v)))
-            block.attn.c_proj.weight.copy_(v.t())
-
     def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
         """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
 

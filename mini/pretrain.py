@@ -56,7 +56,7 @@ from mini.chess_lines import (
     usual_held_out,
 )
 from mini.config import DataConfig, PlayConfig, PretrainConfig
-from mini.grpo import Learner, likelihood_step, make_learner, run_steps, score
+from mini.grpo import Learner, likelihood_step, run_steps, score
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
 from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, naming, save_model, say, table, write
 from toolkit import UsageError
@@ -281,7 +281,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     model = load_model(start) if start else GPT(shape)
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
-    learner = make_learner(model, model, config.lr, config.seed)
+    learner = Learner(model, model, config.lr, config.seed)
     run.begin(model)
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 

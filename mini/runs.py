@@ -125,18 +125,18 @@ class Run:
         if self.checkpoint:
             with naming(self.saved):
                 learner.restore(self.checkpoint)
-        curves = Curves(self.config.track, self.folder, self.settings, learner.step)
         kept, patience = learner.step, getattr(self.config, "patience", math.inf)
         try:
-            for figures in steps:
-                curves.write(learner.step, figures)
-                if text := line(figures):
-                    say(text)
-                if learner.flat >= patience:
-                    break
-                if learner.step == 1 or learner.step % self.config.save_steps == 0:
-                    self.save(learner)
-                    kept = learner.step
+            with curves(self.config.track, self.folder, self.settings, learner.step) as draw:
+                for figures in steps:
+                    draw(learner.step, figures)
+                    if text := line(figures):
+                        say(text)
+                    if learner.flat >= patience:
+                        break
+                    if learner.step == 1 or learner.step % self.config.save_steps == 0:
+                        self.save(learner)
+                        kept = learner.step
             self.save(learner)
         except Diverged as what:
             rest = f"; {self.folder} has the checkpoint of step {kept}" if kept else ""
@@ -145,8 +145,6 @@ class Run:
             again = f"go on from step {kept} with the same options, --log-dir {self.folder} and --resume"
             say(f"stopped at step {learner.step}: " + (again if kept else f"no step is finished in {self.folder}"))
             raise
-        finally:
-            curves.close()
         if learner.flat < patience:
             return None
         return f"nothing to learn: in {learner.flat} steps all rewards of every group were equal"
@@ -157,40 +155,37 @@ class Run:
         return {"steps": learner.step, "tokens": learner.tokens, **spent}
 
 
-class Curves:
-    """Where --track sends each step's figures: TensorBoard, Weights & Biases, or nowhere."""
+@contextlib.contextmanager
+def curves(
+    kind: str, folder: Path, settings: Mapping[str, Any], first_step: int
+) -> Iterator[Callable[[int, Figures], None]]:
+    """Takes each step's figures to where --track sends them: TensorBoard, Weights & Biases, or nowhere."""
+    if kind == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, kind: str, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        self.writer: Any = None
-        self.run: Any = None
-        if kind == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+        # A resumed run repeats the steps after its last checkpoint, so their old values are purged.
+        with SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None) as writer:
+            writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
 
-            # A resumed run repeats the steps after its last checkpoint, so their old values are purged.
-            self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
-            self.writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in settings.items()))
-        elif kind == "wandb":  # the run has the folder's name, so a resumed run continues it
-            import wandb
+            def draw(step: int, figures: Figures) -> None:
+                for name, value in figures.items():
+                    writer.add_scalar(name, value, step)
 
-            try:
-                self.run = wandb.init(project="mini", id=folder.name, name=folder.name, dir=str(folder),
-                                      config=dict(settings), resume="allow" if first_step else None)  # fmt: skip
-            except wandb.Error as error:
-                raise UsageError(f"--track wandb: {error}") from None
+            yield draw
+    elif kind == "wandb":  # the run has the folder's name, so a resumed run continues it
+        import wandb
 
-    def write(self, step: int, figures: Figures) -> None:
-        """A step's figures."""
-        for name, value in figures.items() if self.writer else ():
-            self.writer.add_scalar(name, value, step)
-        if self.run:
-            self.run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        if self.writer:
-            self.writer.close()
-        if self.run:
-            self.run.finish()
+        try:
+            run = wandb.init(project="mini", id=folder.name, name=folder.name, dir=str(folder), config=dict(settings),
+                             resume="allow" if first_step else None)  # fmt: skip
+        except wandb.Error as error:
+            raise UsageError(f"--track wandb: {error}") from None
+        try:
+            yield lambda step, figures: run.log(dict(figures), step=step)
+        finally:
+            run.finish()
+    else:
+        yield lambda step, figures: None
 
 
 def read_state(path: Path) -> dict[str, Any]:

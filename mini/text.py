@@ -345,11 +345,9 @@ def unmasking_report(model: GPT | Counts, windows: Tensor, corpus: Corpus, confi
 def evaluate(model: GPT | Counts, corpus: Corpus, config: TextConfig) -> Report:
     """A model on the held-out windows: next tokens, or for denoise masked ones."""
     windows = corpus.held_out_windows(config.horizon, config.held_out)
-    return (
-        unmasking_report(model, windows, corpus, config)
-        if config.algo == "denoise"
-        else next_token_report(model, windows, corpus)
-    )
+    if config.algo == "denoise":
+        return unmasking_report(model, windows, corpus, config)
+    return next_token_report(model, windows, corpus)
 
 
 def generation_report(model: GPT, corpus: Corpus, config: TextConfig) -> Report:
@@ -385,9 +383,11 @@ def collapse(report: Report) -> str | None:
 
 @torch.no_grad()
 def start_near(model: GPT, denoise: bool) -> None:
-    """Start values with which attention copies what is near: sinusoids as positions, so neighbours resemble each other.
+    """Start values with which attention copies what is near (mimetic: Trockman and Kolter, 2023).
 
-    A denoiser's first four heads begin by looking one and two tokens to the left and to the right.
+    Positions are sinusoids, so neighbours resemble each other.  In the first layer keys equal queries, so a token looks
+    at the tokens that resemble it.  In every layer values are orthogonal, and the projection is their transpose.  A
+    denoiser's first four heads begin by looking one and two tokens to the left and to the right.
     """
     C, D, P = model.config.n_embd, model.config.n_embd // model.config.n_head, model.config.n_positions
     rates = torch.logspace(0, math.log10(0.002), C // 2)  # radians a token
@@ -395,8 +395,12 @@ def start_near(model: GPT, denoise: bool) -> None:
         rates = (torch.arange(C // 2) + 0.5) * 2 * math.pi / C
     angles = torch.arange(P)[:, None] * rates  # (P, C / 2)
     model.wpe.weight.copy_(0.04 * math.sqrt(2) * torch.stack((angles.sin(), angles.cos()), 2).flatten(1))
-    model.start_by_copying(8 if denoise else 5, 1.0)
+    for layer in range(model.config.n_layer):
+        v = model.get_parameter(f"h.{layer}.attn.c_attn.weight")[2 * C :]  # (C, C)
+        v.copy_(nn.init.orthogonal_(torch.empty_like(v)))
+        model.get_parameter(f"h.{layer}.attn.c_proj.weight").copy_(v.t())
     q, k, _ = model.get_parameter("h.0.attn.c_attn.weight").split(C)  # (C, C) each
+    k.copy_(q.mul_(8 if denoise else 5))
     for head, left in enumerate((1, -1, 2, -2)[: model.config.n_head] if denoise else ()):
         rows, (sin, cos) = slice(head * D, (head + 1) * D), ((rates * left).sin(), (rates * left).cos())
         odd, even = k[rows, 1::2], k[rows, ::2]  # these turn a position's sinusoids back by `left` tokens
@@ -440,7 +444,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
 
     reference = bigram if config.reference == "bigram" else copy.deepcopy(start).requires_grad_(False)
     kl, critic_lr = grpo.KlController(config.kl_coef), config.critic_lr if config.algo == "ppo" else None
-    learner = grpo.make_learner(copy.deepcopy(start), reference, config.lr, config.seed, value_lr=critic_lr, kl=kl)
+    learner = Learner(copy.deepcopy(start), reference, config.lr, config.seed, value_lr=critic_lr, kl=kl)
 
     def line(figures: Figures) -> str | None:
         said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())

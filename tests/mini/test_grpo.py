@@ -27,7 +27,6 @@ from mini.grpo import (
     is_clipped,
     kl_estimate,
     likelihood,
-    make_learner,
     policy_loss,
     score,
     supervised,
@@ -239,7 +238,7 @@ class Step:
 
 def learner_for(model: GPT, reference: GPT, config: ChessConfig) -> Learner:
     """As the chess command makes it."""
-    return make_learner(
+    return Learner(
         model, reference.requires_grad_(False), config.lr or 0, config.seed,
         value_lr=config.lr if config.use_gae else None,
         baseline=Baseline(config.baseline_type, config.scale_by_std),

@@ -20,9 +20,9 @@ import torch
 import mini.text
 from mini.chess_lines import LineTokens, load_tokens
 from mini.config import TextConfig
-from mini.grpo import Learner, make_learner
+from mini.grpo import Learner
 from mini.model import Diverged
-from mini.runs import Curves, Run, load_model, read_state, save_model, write
+from mini.runs import Run, curves, load_model, read_state, save_model, write
 from tests.mini.helpers import ROOT, run_mini, small_model
 from toolkit import UsageError
 
@@ -146,7 +146,7 @@ def words(tmp_path: Path) -> tuple[object, ...]:
 
 
 def learner() -> Learner:
-    return make_learner(small_model(), small_model(), 1e-3, 0)
+    return Learner(small_model(), small_model(), 1e-3, 0)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -279,10 +279,9 @@ FIGURES = [(1, {"loss": 2.5, "kl": 0.25}), (2, {"loss": 1.5, "kl": 0.5})]
 
 
 def draw(kind: str, folder: Path, first_step: int = 0) -> None:
-    curves = Curves(kind, folder, {"lr": 0.1}, first_step)
-    for step, figures in FIGURES:
-        curves.write(step, figures)
-    curves.close()
+    with curves(kind, folder, {"lr": 0.1}, first_step) as write_figures:
+        for step, figures in FIGURES:
+            write_figures(step, figures)
 
 
 def test_tensorboard_has_every_figure(tmp_path: Path) -> None:

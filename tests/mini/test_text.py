@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mini.text
 from mini.config import TextConfig
-from mini.grpo import KlController, LanguageModel, Learner, make_learner, score
+from mini.grpo import KlController, LanguageModel, Learner, score
 from mini.model import GPT, GptConfig
 from mini.runs import CharTokens, Run
 from mini.text import (
@@ -133,7 +133,7 @@ TEXT = draw_windows(IDS, T, B, seed=1, step=0)
 
 def learner_for(model: GPT, reference: LanguageModel, config: TextConfig) -> Learner:
     """As the text command makes it."""
-    return make_learner(model, reference, config.lr, config.seed, value_lr=config.critic_lr,
+    return Learner(model, reference, config.lr, config.seed, value_lr=config.critic_lr,
                         kl=KlController(config.kl_coef))  # fmt: skip
 
 
