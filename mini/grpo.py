@@ -371,7 +371,7 @@ def token_advantages(learner: Learner, rows: Rows, rewards: Tensor, config: Ches
     if head is None:  # every token of a completion has the completion's advantage
         return learner.baseline.advantages(rewards).flatten()[:, None].expand(mask.shape), values
     for chosen in rows.micro_batches(config.micro_batch):
-        part = head(score(learner.model, rows.pick(chosen, rows.K), 1.0)[2])
+        part = head(score(learner.model, rows.pick(chosen), 1.0)[2])
         values[chosen, : part.shape[1]] = part
     at_last = torch.zeros_like(values).scatter(1, mask.sum(1, keepdim=True) - 1, rewards.flatten()[:, None])
     advantages = gae(at_last, values, mask, 1.0, config.gae_lambda)
@@ -399,7 +399,7 @@ def update(
     total, read, sums = rows.answer_mask.sum(), 0, defaultdict[str, float](float)
     more_terms = config.kl_coef or config.entropy_coef or learner.value_head
     for chosen in rows.micro_batches(config.micro_batch, None if more_terms else advantages.any(1)):
-        part = rows.pick(chosen, rows.K)
+        part = rows.pick(chosen)
         mask = part.answer_mask  # (n, T)
         T = mask.shape[1]
         was, advantage = old[chosen, :T], advantages[chosen, :T]

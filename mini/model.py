@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit import UsageError
 
@@ -251,6 +252,15 @@ class Sampling:
     max_new_tokens: int = 144
 
 
+def pad_rows(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device | None = None, side: str = "left"
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask (N, longest).  On the left: all prompts end in the same column, so all completions begin in one."""
+    ids = pad_sequence([torch.tensor(row, device=device) for row in rows], True, pad, side)
+    real = [torch.ones(len(row), dtype=torch.bool, device=device) for row in rows]
+    return ids, pad_sequence(real, True, False, side)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Prompts padded on the left, completions on the right, side by side.  The end token is part of a completion."""
@@ -264,10 +274,9 @@ class Rows:
     def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
                      ) -> Rows:  # fmt: skip
         """Each right answer after its prompt."""
-        prompt_ids, prompt_mask = left_pad(prompts, pad, device)
-        flipped_ids, flipped_mask = left_pad([answer[::-1] for answer in answers], pad, device)
-        ids = torch.cat((prompt_ids, flipped_ids.flip(1)), 1)
-        return Rows(ids, torch.cat((prompt_mask, flipped_mask.flip(1)), 1), prompt_ids.shape[1])
+        left, right = pad_rows(prompts, pad, device), pad_rows(answers, pad, device, side="right")
+        ids, mask = (torch.cat(both, 1) for both in zip(left, right, strict=True))
+        return Rows(ids, mask, left[0].shape[1])
 
     def to(self, device: torch.device) -> Rows:
         """The same rows on a device."""
@@ -300,20 +309,12 @@ class Rows:
             order = order[needed[groups].any(1)[order]]
         return [part.flatten() for part in groups[order].split(max(1, size // self.K)) if len(part)]
 
-    def pick(self, rows: Tensor, K: int = 1) -> Rows:
-        """Some rows, K per prompt, without the columns that are padding in all of them."""
+    def pick(self, rows: Tensor) -> Rows:
+        """Some rows, whole groups, without the columns that are padding in all of them."""
         used = self.mask[rows].any(0)
         first = int(used[: self.S].int().argmax())
         last = self.S + int(used[self.S :].sum())
-        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, K)
-
-
-def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Ids and mask (B, S): all prompts end in the same column, so all completions begin in the same one."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
+        return Rows(self.ids[rows, first:last], self.mask[rows, first:last], self.S - first, self.K)
 
 
 def policy_log_probs(logits: Tensor, temperature: float) -> Tensor:
@@ -352,7 +353,7 @@ def generate(
     A row ends at its end token; a prompt leaves the batch when all its rows have ended.
     """
     device = model.device
-    prompt_ids, prompt_mask = left_pad(prompts, end, device)
+    prompt_ids, prompt_mask = pad_rows(prompts, end, device)
     B, S = prompt_ids.shape
     room = sampling.max_new_tokens
     if S + room > model.config.n_positions:

@@ -195,10 +195,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def device_of(name: str) -> torch.device:
     """The device that --device names.  Raises UsageError if it is not there."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
+    if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU")
-    return torch.device("cuda" if there and name == "auto" else name.replace("auto", "cpu"))
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini.model import Cache, GptConfig, LatentAttention, Sampling, generate, left_pad
+from mini.model import Cache, GptConfig, LatentAttention, Sampling, generate, pad_rows
 from tests.mini.helpers import LATENT, SMALL, small_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
@@ -49,7 +49,7 @@ def test_both_ways_to_read_completions_give_what_a_whole_pass_gives(
     """Two completions each of prompts of several lengths, whose keys stand in memory once; absorbed where latent."""
     model = small_model(config=config)
     added = torch.tensor([[[7, 8, 9], [10, 11, 12]]]).expand(3, 2, 3) + torch.arange(3)[:, None, None]
-    ids, mask = left_pad(PROMPTS, 0)
+    ids, mask = pad_rows(PROMPTS, 0)
     cache = Cache(mask, 2, 3)
     with torch.no_grad():
         model(ids, mask, cache)
@@ -69,7 +69,7 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
     """Per token and layer R numbers, not the 2 C of keys and values."""
     numbers = {}
     for config in (SMALL, LATENT):
-        ids, mask = left_pad(PROMPTS, 0)
+        ids, mask = pad_rows(PROMPTS, 0)
         cache = Cache(mask, 2, 3)
         with torch.no_grad():
             small_model(config=config)(ids, mask, cache)

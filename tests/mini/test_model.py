@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mini.grpo import score
-from mini.model import GPT, Attention, Block, Cache, Diverged, GptConfig, Sampling, choose, generate, left_pad
+from mini.model import GPT, Attention, Block, Cache, Diverged, GptConfig, Sampling, choose, generate, pad_rows
 from mini.text import start_near
 from tests.mini.helpers import END, LATENT, SMALL, elsewhere, log_probs_of, small_model
 from toolkit import UsageError
@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0, max_new_tokens=20)
 
 def test_padding_on_the_left_changes_nothing() -> None:
     model = small_model()
-    ids, mask = left_pad(PROMPTS[:3], 0)
+    ids, mask = pad_rows(PROMPTS[:3], 0)
     together = model(ids, mask)
     for row, prompt in enumerate(PROMPTS[:3]):
         alone = model(torch.tensor([prompt]), torch.ones(1, len(prompt)))
@@ -29,7 +29,7 @@ def test_padding_on_the_left_changes_nothing() -> None:
 @pytest.mark.parametrize("keep", [[True, False, True], [False, True, False]])
 def test_forgetting_prompts_leaves_the_others_alone(keep: list[bool]) -> None:
     model = small_model()
-    ids, mask = left_pad(PROMPTS[:3], 0)
+    ids, mask = pad_rows(PROMPTS[:3], 0)
     next_ids, kept = torch.tensor([[7], [8], [9]]), torch.tensor(keep)
     with torch.no_grad():
         caches = [Cache(mask, 1, 2) for _ in range(2)]
