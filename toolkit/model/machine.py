@@ -636,7 +636,7 @@ def import_libraries(say: Callable[[Any], None], local: bool, plain: bool) -> No
     say(f"loading torch, {'transformers' if plain else 'unsloth'} and trl")
     gpu = gpu_is_there()
     logging.getLogger("bitsandbytes").setLevel(logging.WARNING if gpu else logging.ERROR)  # it looks for kernels
-    gc.disable()  # it would search the modules again and again, a sixth of the time, and find nothing
+    gc.disable()  # it would search the modules again and again, a quarter of the time, and find nothing
     try:
         if not plain:
             with contextlib.nullcontext() if gpu else contextlib.redirect_stdout(io.StringIO()):
