@@ -24,7 +24,7 @@ from toolkit.model import machine, tiny
 # The short run: on a small board, where good programs soon come to an end.
 STEPS, GENERATIONS, SIZE, TARGET = 4, 4, 4, 128
 NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1,
-           "boards": 2, "learning-rate": 1e-3, "save-steps": 1, "keep": 50, "games": 4,
+           "boards": 2, "learning-rate": 1e-3, "save-steps": 1, "keep": 50, "games": 4, "race-games": 16,
            "ladder": f"{SIZE}:{TARGET}", "max-new-tokens": 48}  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests have two cores; torch's threads only contend
