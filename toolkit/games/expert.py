@@ -54,8 +54,7 @@ def expected(board, look, cells):
 
 
 def further(board):
-    two = sorted(moves(board).values(), key=value)[-2:]
-    return max((expected(after, best, 2) for after in two), default=0)
+    return max((expected(after, best, 2) for after in sorted(moves(board).values(), key=value)[-2:]), default=0)
 
 
 def strategy(board):
