@@ -62,7 +62,8 @@ def serve() -> None:
 
         gpu_on_cpu.become_gpu()
     gc.disable()  # as in machine.import_libraries
-    for name in ("unsloth", "datasets", "torch.utils.tensorboard", "tyro", "rich.live"):  # unsloth before all others
+    importlib.import_module("unsloth")  # before all others
+    for name in ("datasets", "torch.utils.tensorboard", "trl.trainer.grpo_trainer", "tyro", "rich.live"):
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would touch half a million objects, and so copy their memory
     gc.enable()
