@@ -245,7 +245,7 @@ def train_with_a_stand(out: str, answers: str, untold: str, status: str) -> None
 
     Stand.model = AutoModelForCausalLM.from_pretrained(tiny.folder_of("bepo"), dtype=torch.float32)
     Stand.steps, Stand.untold = int(answers), float(untold)
-    words = flags(output_dir=out, run_name="run", steps=2, best_of=0, sampler="vllm", learning_rate=1e-6)
+    words = flags(output_dir=out, run_name="run", steps=2, sampler="vllm", learning_rate=1e-6)
     with (
         serving(Stand) as url,
         (Path(out) / "log").open("w") as log,

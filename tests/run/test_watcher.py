@@ -207,7 +207,7 @@ def train_with_broken_gradients(out: str, broken: str, status: str) -> None:
         return batch | {"advantages": batch["advantages"] * math.nan} if next(number) in broken else batch
 
     program.without_flat_groups = changed
-    words = flags(output_dir=out, run_name="run", steps=4, save_steps=1, best_of=0)
+    words = flags(output_dir=out, run_name="run", steps=4, save_steps=1)
     assert program.main([*words, "--quiet"]) == int(status)
 
 
