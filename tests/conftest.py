@@ -23,7 +23,6 @@ from toolkit.model import machine, tiny
 
 # The short run: on a small board, where good programs soon come to an end.
 STEPS, GENERATIONS, SIZE, TARGET = 4, 4, 4, 128
-BEST_OF = STEPS * GENERATIONS  # for the run that all tests read; others do without
 NUMBERS = {"model": "tiny", "steps": STEPS, "generations": GENERATIONS, "batch-size": GENERATIONS, "accumulation": 1,
            "boards": 2, "learning-rate": 1e-3, "save-steps": 1, "keep": 50, "games": 4, "race-games": 16,
            "best-of": 0, "ladder": f"{SIZE}:{TARGET}", "max-new-tokens": 48}  # fmt: skip
@@ -152,17 +151,18 @@ def base(common: Path) -> Path:
 
 
 def flags(**changes: object) -> list[str]:
-    """The command line of the short run, with some numbers replaced."""
+    """The command line of the short run, with some numbers replaced; None is the program's default."""
     numbers = NUMBERS | {name.replace("_", "-"): value for name, value in changes.items()}
-    return [*HELD_OUT, *(text for name, value in numbers.items() for text in (f"--{name}", str(value)))]
+    given = {name: value for name, value in numbers.items() if value is not None}
+    return [*HELD_OUT, *(text for name, value in given.items() for text in (f"--{name}", str(value)))]
 
 
 def begin_training(common: Path) -> Path:
-    """Begin the short run unless it has been begun.  Returns the folder of its output."""
+    """Begin the short run, with a best of N, unless it has been begun.  Returns the folder of its output."""
     embedded_model(common)
     out = common / "runs"
     out.mkdir(exist_ok=True)
-    preloaded.begin(*flags(output_dir=out, run_name="run", best_of=BEST_OF), "--json", folder=out)
+    preloaded.begin(*flags(output_dir=out, run_name="run", best_of=None), "--json", folder=out)
     return out
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import gpt_2048_rl as program
-from tests.conftest import BEST_OF, STEPS, Run, flags
+from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
@@ -41,7 +41,7 @@ from toolkit.run.checkpoints import UNFINISHED, finish_checkpoint, newest_checkp
 
 def command(out: Path, **changes: object) -> list[str]:
     """Arguments of the run that all tests read, in a folder of its own."""
-    return flags(output_dir=out, run_name="run", **{"best_of": BEST_OF} | changes)
+    return flags(output_dir=out, run_name="run", **{"best_of": None} | changes)
 
 
 def steps_done(folder: Path) -> list[int]:
