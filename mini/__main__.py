@@ -46,7 +46,8 @@ def parse_arguments(argv: list[str]) -> Config:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
     algo = cli.chosen(argv, {"algo": "supervised"}, "resume")["algo"]  # the other options' defaults depend on it
     default = text_defaults(algo) if command == "text" else None
-    return cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
+    config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
+    return config
 
 
 def run(config: Config) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class ValueHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, C) -> (N, T)."""
-        return self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
+        out: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
+        return out
 
 
 @dataclass

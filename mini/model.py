@@ -99,13 +99,15 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extended(layer, k, v)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (N, H, T, D)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
 
     def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
         """One new token of every completion: x (B, K, C) -> (B, K, C)."""
         q, k, v = (part.unflatten(2, (self.heads, -1)) for part in self.c_attn(x).chunk(3, 2))  # (B, K, H, D)
         y = cache.attend(layer, q, 1 / math.sqrt(q.shape[3]), k, v)
-        return self.c_proj(y.flatten(2))
+        out: Tensor = self.c_proj(y.flatten(2))
+        return out
 
 
 class LatentAttention(nn.Module):
@@ -136,7 +138,8 @@ class LatentAttention(nn.Module):
             c = cache.extended(layer, c[:, None])[0][:, 0]  # (N, S + T, R) after the prompts
         k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
 
     def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
         """Computes no keys or values: q (W_uk c) = (q W_uk) c, and a mean of W_uv c is W_uv times a mean of c."""
@@ -144,7 +147,8 @@ class LatentAttention(nn.Module):
         w_uk, w_uv = (up.weight.unflatten(0, (self.heads, -1)) for up in (self.w_uk, self.w_uv))  # (H, D, R)
         absorbed = torch.einsum("bkhd,hdr->bkhr", q, w_uk)
         mean = cache.attend(layer, absorbed, 1 / math.sqrt(q.shape[3]), c[:, :, None])  # (B, K, H, R)
-        return self.c_proj(torch.einsum("bkhr,hdr->bkhd", mean, w_uv).flatten(2))
+        out: Tensor = self.c_proj(torch.einsum("bkhr,hdr->bkhd", mean, w_uv).flatten(2))
+        return out
 
 
 class Mlp(nn.Module):
@@ -157,7 +161,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        out: Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return out
 
 
 class Block(nn.Module):
@@ -173,12 +178,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
         """(N, T, C) -> (N, T, C)."""
         x = x + self.attn(self.ln_1(x), visible, cache, layer)
-        return x + self.mlp(self.ln_2(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
 
     def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
         """One new token of every completion: x (B, K, C)."""
         x = x + self.attn.decode(self.ln_1(x), cache, layer)
-        return x + self.mlp(self.ln_2(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -213,7 +220,8 @@ class GPT(nn.Module):
         visible = (earlier[L - T :] & mask[:, None, None].bool()) | itself[L - T :]  # (N, 1, T, L)
         for layer, block in enumerate(self.h):
             x = block(x, visible, cache, layer)
-        return self.ln_f(x)
+        out: Tensor = self.ln_f(x)
+        return out
 
     def decode(self, ids: Tensor, cache: Cache) -> Tensor:
         """The next token of every completion: ids (B, K) -> hidden states (B, K, C)."""
@@ -222,7 +230,8 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.h):
             x = block.decode(x, cache, layer)
         cache.length += 1
-        return self.ln_f(x)
+        out: Tensor = self.ln_f(x)
+        return out
 
     @property
     def device(self) -> torch.device:

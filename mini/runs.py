@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,9 @@ def naming(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
-    except Exception as error:  # torch, safetensors and tokenizers raise nothing narrower
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no text in UTF-8") from None
+    except Exception as error:  # torch and safetensors raise nothing narrower
         said = " ".join(str(error).split())[:200]
         raise UsageError(f"{path} cannot be used ({type(error).__name__}: {said})") from None
 
@@ -258,19 +261,26 @@ class BpeTokens:
         if pair is None:
             raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
                              "vocab.json")  # fmt: skip
-        with naming(folder):
+        try:
             self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
             self._bpe = ByteLevelBPETokenizer(str(folder / pair[1]), str(folder / pair[0]))
+        except Exception:  # the library raises nothing narrower
+            raise UsageError(f"{folder}: {' and '.join(pair)} are no GPT-2 vocabulary, or not of one another") from None
         self._bpe.add_special_tokens([END])
         self.end, self.size = self._bpe.token_to_id(END), self._bpe.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         """Ids of any text; END in it is END's id."""
-        return self._bpe.encode(text).ids
+        ids: list[int] = self._bpe.encode(text).ids
+        return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Invalid UTF-8 becomes U+FFFD, and END an id beyond the vocabulary, which a padded head can produce."""
-        return self._bpe.decode([i if i < self.size else self.end for i in ids], skip_special_tokens=False)
+        """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
+        runs = groupby(ids, key=lambda i: i < self.size)
+        return "".join(
+            self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}" * len([*run])
+            for known, run in runs
+        )
 
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original

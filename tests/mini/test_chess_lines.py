@@ -155,7 +155,7 @@ def test_reading_a_corpus(played: list[str], tmp_path: Path) -> None:
     path.write_text("\n".join([played[0], "", "nonsense", P_LINE, played[1]]))
     assert [example.task for example in read_corpus(path, tokens)] == ["A", "P", "A"]
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match="is no text in UTF-8"):
         read_corpus(path, tokens)
     with pytest.raises(UsageError, match="No such file"):
         read_corpus(tmp_path / "none", tokens)

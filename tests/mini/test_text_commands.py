@@ -221,7 +221,7 @@ def test_defaults_depend_on_the_algorithm_and_yield_to_what_is_given() -> None:
     ("--vocabulary /nowhere", "/nowhere has no GPT-2 vocabulary"),
     ("--algo grpo --k-samples 1", "--k-samples 1 leaves GRPO nothing to compare"),
     ("--data missing.txt", "missing.txt: No such file or directory"),
-    ("--data {bytes}", "bytes cannot be used (UnicodeDecodeError: "),
+    ("--data {bytes}", "is no text in UTF-8"),
     ("--data {short}", "the text has 5 tokens"),
     ("--mask-share 2", "--mask-share must lie between"),
     ("--resume", "--resume needs the --log-dir"),

@@ -45,11 +45,7 @@ def save_random(family: str, base: Path, folder: Path, without: str = "", **shap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "without"),
-    [("Llama", ""), ("Qwen3", ""), ("Llama", "pad_token"),
-     *(pytest.param(family, "", marks=pytest.mark.long) for family in ("Qwen2", "Mistral", "Gemma2"))],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "without"), [*((family, "") for family in FAMILIES), ("Llama", "pad_token")])
 def test_a_family_trains_a_step(family: str, without: str, base: Path, tmp_path: Path) -> None:
     """A tokenizer without a pad token, too."""
     folder = save_random(family, base, tmp_path / "model", without, **FAMILIES[family])
