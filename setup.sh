@@ -103,9 +103,9 @@ failed() {  # failed WHAT: exits with one line, the likeliest reason in pip's lo
 }
 
 install() {
-    local pins torch stack dev unsloth release installed
-    pins=$(groups "torch-$device" stack dev no-deps)
-    { read -r torch; read -ra stack; read -ra dev; read -ra unsloth; } <<<"$pins"
+    local pins pip torch stack dev unsloth release installed
+    pins=$(groups pip "torch-$device" stack dev no-deps)
+    { read -r pip; read -r torch; read -ra stack; read -ra dev; read -ra unsloth; } <<<"$pins"
     if [[ $device == cuda ]]; then  # Triton compiles its launchers at run time
         command -v "${CC:-gcc}" clang >/dev/null || die "no C compiler, which Triton needs: install gcc"
         [[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')/Python.h ]] ||
@@ -123,6 +123,7 @@ install() {
             pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed torch
     fi
     say "installing the libraries and the tools for development"  # naming torch again keeps its build
+    [[ -n $here ]] || pip_install "$pip" || true  # an older pip can do it, too
     pip_install "$torch" "${stack[@]}" "${dev[@]}" || failed "the libraries"
     say "installing unsloth"
     pip_install --no-deps "${unsloth[@]}" || failed unsloth

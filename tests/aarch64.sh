@@ -12,7 +12,8 @@ project=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:?name a folder for what is downloaded}
 folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
 shift
-tests=${*:-$(cd "$project" && echo tests/referee tests/script/test_{engine,games,hostile,rewards}.py)}
+. "$project/tests/elsewhere.sh"
+tests=${*:-${elsewhere[*]}}
 
 cd "$folder"
 if [[ ! -e root/ready ]]; then
@@ -22,9 +23,8 @@ if [[ ! -e root/ready ]]; then
     rm -rf root/boot root/usr/lib/modules root/usr/share/doc root/usr/share/locale
     for name in bin sbin lib; do ln -sfn usr/$name root/$name; done
     mkdir -p root/{proc,sys,tmp,dev,root}
-    grep -oE '^ *"(pytest|pytest-xdist|tyro|rich|jinja2)==[^"]+' "$project/pyproject.toml" | tr -d ' "' |
-        xargs python3 -m pip install --quiet --target root/site --platform manylinux2014_aarch64 --python-version 3.13 \
-            --only-binary=:all:
+    (cd "$project" && needed_elsewhere) | xargs python3 -m pip install --quiet --target root/site \
+        --platform manylinux2014_aarch64 --python-version 3.13 --only-binary=:all:
     touch root/ready
 fi
 rm -rf root/project

@@ -485,4 +485,4 @@ def job(name: str, path: str) -> program.Job:
     """One case as the tests judge it.  Programs that only the clock ends get little time, the others far more than they
     need: on a slow machine "a huge compile" once took its second of CPU, and the test failed."""
     source, outcome = BATTERY[name]
-    return program.Job(source.replace("PWNED", path), (1,), timeout=0.15 if outcome == "timeout" else 5.0)
+    return program.Job(source.replace("PWNED", path), (1,), timeout=0.05 if outcome == "timeout" else 5.0)

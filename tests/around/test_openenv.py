@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 import gpt_2048_rl as program
+from integrations import task
 from tests.helpers import ALWAYS_UP, FOR_EVER, HONEST, ROOT, wait_until
 
 pytest.importorskip("openenv", reason="optional: ./setup.sh --with openenv")
@@ -200,11 +201,20 @@ def test_sessions_do_not_mix(address: str) -> None:
     [
         (["--target", "100"], "target must be a power of two"),
         (["--turns", "0"], "turns must lie between 1 and 64, not 0"),
-        (["--port", "99999"], "cannot listen at 127.0.0.1, port"),
+        (["--port", "99999"], "cannot listen at 127.0.0.1, port 99999"),
     ],
 )
-def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str) -> None:
-    command = [sys.executable, *SERVER, *flags]
+def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from integrations.openenv_2048 import Args, serve
+
+    assert task.start(Args, serve, SERVER[1], flags) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {said}")
+    assert errors.count("\n") == 1
+
+
+def test_a_port_that_another_server_has_gets_one_line(address: str) -> None:
+    command = [sys.executable, *SERVER, "--port", address.rpartition(":")[2]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {said}")
+    assert "Address already in use" in done.stderr

@@ -32,6 +32,8 @@ import os, sys, time
 with open(sys.prefix + "/pip-calls", "a") as calls:
     print(*sys.argv[1:], file=calls)
 if "install" in sys.argv:
+    if sys.argv[-1].startswith("pip=="):
+        sys.exit("ERROR: an index without this pip")  # the older one goes on
     while os.path.exists(os.environ.get("HOLD", "")):
         time.sleep(0.01)
     if "OFFLINE" in os.environ:
@@ -183,9 +185,10 @@ def test_the_first_call_installs_and_the_second_is_silent_and_runs_the_command(s
     assert (code, output) == (0, "")
     assert [line.split()[1] for line in progress if "warning" not in line] == ["making", *["installing"] * 3]
     calls = setup.pip_calls()
-    torch, libraries, unsloth = (call for call in calls if "install" in call)
+    torch, pip, libraries, unsloth = (call for call in calls if "install" in call)
     assert re.search(r"--no-deps torch==\S+$", torch)
     assert torch.split()[-1] in libraries.split()  # otherwise another package brings another build of torch
+    assert re.search(r" pip==\S+$", pip)
     assert "trl==" in libraries
     assert "pytest==" in libraries
     assert re.search(r"--no-deps unsloth==\S+ unsloth_zoo==\S+$", unsloth)
