@@ -56,7 +56,8 @@ def naming(path: Path) -> Iterator[None]:
         raise UsageError(f"{path} is no text in UTF-8") from None
     except Exception as error:  # torch and safetensors raise nothing narrower
         said = " ".join(str(error).split())[:200]
-        raise UsageError(f"{path} cannot be used ({type(error).__name__}: {said})") from None
+        remedy = "begin again with another --log-dir" if path.suffix == ".pt" else "get the model's folder again"
+        raise UsageError(f"{path} is damaged or does not fit: {remedy} ({type(error).__name__}: {said})") from None
 
 
 def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str, Any]]) -> str:

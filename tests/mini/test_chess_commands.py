@@ -241,11 +241,11 @@ def test_a_resumed_run_must_be_the_same_run(quick: tuple[object, ...], chess_run
     start.write_bytes(start.read_bytes()[:1000])
     done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"error: {start} cannot be used" in done.stderr
+    assert f"error: {start} is damaged or does not fit: " in done.stderr
     (folder / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes()[:1000])
     done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "checkpoint.pt cannot be used" in done.stderr
+    assert "checkpoint.pt is damaged or does not fit: begin again with another --log-dir" in done.stderr
 
 
 def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
