@@ -114,19 +114,13 @@ def analysed(
     return policy_line(fen, [move for move, _ in shuffled], [value for _, value in shuffled], lines[0][0]), lines
 
 
-def positions(rng: random.Random) -> Iterator[str]:
-    """FENs from self-play, few per game so that they differ."""
-    for line in self_play(rng):
-        if rng.random() < 0.1:
-            yield line.removeprefix("A: ").partition("+")[0]
-
-
 def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
-    """P lines of self-play, one per position."""
+    """P lines of positions from self-play, few per game so that they differ."""
     rng = random.Random(f"positions {config.seed}")
     with running(program) as engine:
-        for fen in islice(positions(rng), config.p_lines):
-            yield analysed(engine, fen, config, rng)[0]
+        for line in self_play(rng):
+            if rng.random() < 0.1:
+                yield analysed(engine, line.removeprefix("A: ").partition("+")[0], config, rng)[0]
 
 
 def game_lines(program: str, config: DataConfig) -> Iterator[str]:
@@ -148,13 +142,6 @@ def game_lines(program: str, config: DataConfig) -> Iterator[str]:
                 history.append(move.uci())
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> int:
-    """Write a text file atomically.  Returns the number of lines."""
-    made = list(lines)
-    write(path, "".join(f"{line}\n" for line in made))
-    return len(made)
-
-
 def data_command(config: DataConfig) -> dict[str, Any]:
     """The data command."""
     program, began = find_stockfish(config.stockfish), time.perf_counter()
@@ -170,8 +157,9 @@ def data_command(config: DataConfig) -> dict[str, Any]:
         kinds["games.txt"] = game_lines(program, config), config.game_lines, f"games of {by}"
     for name, (lines, count, source) in kinds.items():
         if count:
-            written = write_lines(config.out / name, islice(lines, count))
-            print(f"{config.out / name}: {written} lines, {source}; {time.perf_counter() - began:.0f} s")
+            made = list(islice(lines, count))
+            write(config.out / name, "".join(f"{line}\n" for line in made))
+            print(f"{config.out / name}: {len(made)} lines, {source}; {time.perf_counter() - began:.0f} s")
     return {}
 
 
