@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import chess
 import chess.engine
 import chess.pgn
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from mini.chess_lines import (
     KINDS,
@@ -57,7 +58,7 @@ from mini.chess_lines import (
 )
 from mini.config import DataConfig, PlayConfig, PretrainConfig
 from mini.grpo import Learner, likelihood_step, run_steps, score
-from mini.model import GPT, GptConfig, Rows, Sampling, generate
+from mini.model import GPT, GptConfig, Sampling, generate
 from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, naming, save_model, say, table, write
 from toolkit import UsageError
 
@@ -168,7 +169,6 @@ def data_command(config: DataConfig) -> dict[str, Any]:
 
 POSITIONS = 256  # the longest A line has 220 tokens
 WARM_UP = 200  # steps in which the learning rate rises
-HELD_OUT = ("nats a character, P", "nats a character, A")
 
 Lines = dict[Kind, list[str]]
 
@@ -197,27 +197,21 @@ def take_out(lines: Lines, count: int, tokens: Tokens) -> dict[Kind, list[Exampl
     return held_out
 
 
-def documents(
-    lines: Lines, held_out: set[str], tokens: Tokens, config: PretrainConfig
-) -> Callable[[int], list[Example]]:
+def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: PretrainConfig, step: int) -> list[Example]:
     """A step's documents: they depend on --seed and the step alone, so a resumed run draws the same."""
-
-    def draw(step: int) -> list[Example]:
-        rng, items = random.Random(f"pretrain {config.seed} {step}"), list[Example]()
-        p_count = int(config.batch_size * config.p_share + rng.random())
-        while len(items) < config.batch_size:
-            kind: Kind = "P" if len(items) < p_count else "A"
-            try:
-                example = read_example(rng.choice(lines[kind]), tokens)
-            except ValueError:  # another one is drawn
-                continue
-            if kind == "P":
-                example = best_first(mirrored(example) if rng.random() < 0.5 else example)
-            if example.prompt not in held_out:
-                items.append(example)
-        return items
-
-    return draw
+    rng, items = random.Random(f"pretrain {config.seed} {step}"), list[Example]()
+    p_count = int(config.batch_size * config.p_share + rng.random())
+    while len(items) < config.batch_size:
+        kind: Kind = "P" if len(items) < p_count else "A"
+        try:
+            example = read_example(rng.choice(lines[kind]), tokens)
+        except ValueError:  # another one is drawn
+            continue
+        if kind == "P":
+            example = best_first(mirrored(example) if rng.random() < 0.5 else example)
+        if example.prompt not in held_out:
+            items.append(example)
+    return items
 
 
 @torch.no_grad()
@@ -232,24 +226,26 @@ def held_out_loss(model: GPT, task: ChessTask) -> dict[str, float]:
     return figures
 
 
-class Steps(Dataset[Rows]):
-    """The rows of each step, for a DataLoader: its workers read lines while a GPU computes."""
+def pretraining(
+    learner: Learner, draw: Callable[[int], list[Example]], task: ChessTask, config: PretrainConfig
+) -> Iterator[dict[str, float]]:
+    """Supervised steps; every --eval-steps and at the end also the held-out loss.
 
-    def __init__(self, rows: Callable[[int], Rows]) -> None:
-        self.rows = rows
-
-    def __getitem__(self, step: int) -> Rows:
-        return self.rows(step)
-
-
-def pretraining(learner: Learner, steps: Steps, task: ChessTask, config: PretrainConfig) -> Iterator[dict[str, float]]:
-    """Supervised steps; every --eval-steps and at the end also the held-out loss."""
-    device = learner.model.device
-    workers = 0 if device.type == "cpu" else max(1, (os.cpu_count() or 1) - 2)
-    coming = iter(DataLoader(steps, batch_size=None, sampler=range(learner.step, config.steps), num_workers=workers,
-                             prefetch_factor=4 if workers else None))  # fmt: skip
-    take = lambda: likelihood_step(learner, next(coming).to(device))  # noqa: E731
-    for figures in run_steps(learner, take, config.steps, warmup=WARM_UP, decay=config.lr_decay):
+    The loader's workers read a step's lines while a GPU computes the step before.
+    """
+    device, cpu = learner.model.device, torch.device("cpu")
+    workers = 0 if device == cpu else max(1, (os.cpu_count() or 1) - 2)
+    steps: Any = range(learner.step, config.steps)  # a loader reads it like a Dataset
+    loader = DataLoader(
+        steps,
+        collate_fn=lambda batch: task.rows(draw(*batch), cpu),  # of one step
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+    )
+    coming = (rows.to(device) for rows in loader)
+    for figures in run_steps(
+        learner, lambda: likelihood_step(learner, next(coming)), config.steps, warmup=WARM_UP, decay=config.lr_decay
+    ):
         last = learner.step == config.steps
         yield figures | (held_out_loss(learner.model, task) if last or learner.step % config.eval_steps == 0 else {})
 
@@ -262,7 +258,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     lines = read_lines(config.data)
     corpus = take_out(lines, config.held_out, tokens)
     task, usual = (ChessTask(tokens, config, Corpus({}, held)) for held in (corpus, usual_held_out(config.held_out)))
-    draw = documents(lines, prompts_of(corpus) | prompts_of(usual.corpus.held_out), tokens, config)
+    draw = partial(documents, lines, prompts_of(corpus) | prompts_of(usual.corpus.held_out), tokens, config)
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     shape = GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size)
@@ -274,7 +270,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 
     def line(figures: Figures) -> str | None:
-        if held_out := {name: value for name, value in figures.items() if name in HELD_OUT}:
+        if held_out := {name: value for name, value in figures.items() if name.startswith("nats")}:
             curve.append({"step": learner.step, "loss": figures["loss"], "seconds": learner.seconds, **held_out})
         elif learner.step % 100:
             return None
@@ -282,8 +278,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
         said = f"step {learner.step}/{config.steps}  loss {figures['loss']:.4f}{shown}"
         return f"{said}  {learner.tokens / learner.seconds:.0f} tokens a processor second"
 
-    cpu = torch.device("cpu")
-    run.follow(learner, pretraining(learner, Steps(lambda step: task.rows(draw(step), cpu)), task, config), line)
+    run.follow(learner, pretraining(learner, draw, task, config), line)
     save_model(model, tokens, run.folder / "model", torch.float16)
     model = load_model(run.folder / "model").to(model.device)  # what is reported is what was written
     reports = {}
@@ -301,6 +296,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
 
 PLIES = 300  # a longer game is a draw
 NO_MOVE = "no legal move named"
+SCORES = ("won", "drawn", "lost", "no move")  # shares of the games; the last is a part of those lost
 OPENING_PLIES = 4  # random moves before a game, the same for both colours, so that games differ
 
 
@@ -343,10 +339,10 @@ def play_matches(model: Choose, opponent: Choose, count: int, rng: random.Random
     matches = [Match(board.copy(), colour) for board in openings for colour in chess.COLORS][:count]
     going = matches
     while going:
-        sides = [(choose, [match for match in going if (match.board.turn == match.colour) == ours])
-                 for choose, ours in ((model, True), (opponent, False))]  # fmt: skip
+        ours = [match for match in going if match.board.turn == match.colour]
+        theirs = [match for match in going if match.board.turn != match.colour]
         going = []
-        for choose, turn in sides:
+        for choose, turn in ((model, ours), (opponent, theirs)):
             moves = choose([match.board for match in turn]) if turn else []
             for match, move in zip(turn, moves, strict=True):
                 if move is not None:
@@ -360,20 +356,19 @@ def pgn(match: Match, opponent: str) -> str:
     game, names = chess.pgn.Game.from_board(match.board), ("mini", opponent)
     result, why = match.result()
     white, black = names if match.colour == chess.WHITE else names[::-1]
-    game.headers.update({"Event": "python -m mini play", "White": white, "Black": black, "Result": result,
-                         "Termination": why})  # fmt: skip
+    game.headers.update(Event="python -m mini play", White=white, Black=black, Result=result, Termination=why)
     return f"{game}\n\n"
 
 
 def scores(matches: Sequence[Match]) -> dict[str, float]:
     """Shares of games that the model won, drew and lost, and of those lost because it named no legal move."""
-    ends = [(match.result(), "1-0" if match.colour == chess.WHITE else "0-1") for match in matches]
-    counts = Counter(
-        "drawn" if result == "1/2-1/2" else "won" if result == win else "lost" for (result, _), win in ends
-    )
-    unnamed = sum(why == NO_MOVE for (_, why), _ in ends)
-    shares = {"won": counts["won"], "drawn": counts["drawn"], "lost": counts["lost"], "no move": unnamed}
-    return {name: number / len(matches) for name, number in shares.items()}
+    counts = Counter[str]()
+    for match in matches:
+        result, why = match.result()
+        win = "1-0" if match.colour == chess.WHITE else "0-1"
+        counts["drawn" if result == "1/2-1/2" else "won" if result == win else "lost"] += 1
+        counts["no move"] += why == NO_MOVE
+    return {name: counts[name] / len(matches) for name in SCORES}
 
 
 def play_command(config: PlayConfig) -> dict[str, Any]:
@@ -385,8 +380,8 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
     def answer(boards: Sequence[chess.Board]) -> list[chess.Move | None]:
         prompts = [task.prompt_ids(Example("P", f"P: {board.fen()}", "")) for board in boards]
         rows, _ = generate(model, prompts, 1, sampling, task.end, generator)
-        return [answered_move(board, task.tokens.decode(row))
-                for board, (row,) in zip(boards, rows.answers(task.end), strict=True)]  # fmt: skip
+        texts = [task.tokens.decode(row) for (row,) in rows.answers(task.end)]
+        return [answered_move(board, text) for board, text in zip(boards, texts, strict=True)]
 
     with contextlib.ExitStack() as stack:
         opponents: dict[str, Choose] = {"random moves": lambda boards: [rng.choice([*b.legal_moves]) for b in boards]}
@@ -396,6 +391,6 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
         played = {name: play_matches(answer, opponent, config.games, rng) for name, opponent in opponents.items()}
     reports = {name: scores(matches) for name, matches in played.items()}
     write(config.out, "".join(pgn(match, name) for name, matches in played.items() for match in matches))
-    say(table(f"{config.games} games each", ("won", "drawn", "lost", "no move"), reports))
+    say(table(f"{config.games} games each", SCORES, reports))
     say(f"{config.out}: the games" + ("" if program else "; no stockfish is installed"))
     return {**reports, "seconds": time.perf_counter() - began}
