@@ -14,12 +14,12 @@ import random
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import chess
 import torch
@@ -117,7 +117,7 @@ class LineTokens:
     this.  Repeated blanks become single ones.
     """
 
-    name, files = "lines", dict[str, bytes]()
+    name, end, files = "lines", 0, dict[str, bytes]()
     longest = 98  # a position, its reward and flags, END
     FEN = re.compile(r"((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)")
     HISTORY = re.compile(r"\+([^+]*)\+$")  # at the end of an A prompt
@@ -127,11 +127,8 @@ class LineTokens:
         *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
         *(f".{number:02}" for number in range(100)),
     )  # fmt: skip
-
-    def __init__(self) -> None:
-        self._ids = {token: i for i, token in enumerate(self.VOCABULARY)}
-        self.end = 0
-        self.size = len(self.VOCABULARY)
+    size = len(VOCABULARY)
+    IDS: ClassVar = {token: i for i, token in enumerate(VOCABULARY)}
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt or an answer, without the end token."""
@@ -146,7 +143,7 @@ class LineTokens:
         if text.startswith("A:"):  # a move is two tokens
             text = self.HISTORY.sub(lambda moves: f"+{'~' * (20 - 2 * len(moves[1].split()))}{moves[1]}+", text)
         try:
-            return [self._ids[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
+            return [self.IDS[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
         except KeyError as unknown:
             raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
 
@@ -235,11 +232,15 @@ class Verdict:
     """The judgement of an answer against the right one."""
 
     task: Kind
-    valid: bool  # matches the grammar
     scores: dict[str, float]  # per field, 0 to 1; empty if not valid
     listed: int = 0  # moves of a P answer, valid or not, where the position is known
     legal: int = 0  # of these
     kings: int = 0  # of the legal ones
+
+    @property
+    def valid(self) -> bool:
+        """Whether the answer matches the grammar."""
+        return bool(self.scores)
 
     @property
     def raw(self) -> float:
@@ -252,8 +253,8 @@ class Verdict:
     @property
     def exact(self) -> bool:
         """Whether every field is right; evals may be slightly off."""
-        return self.valid and all(score >= (EVALS_EXACT if name == "evals" else 1.0)
-                                  for name, score in self.scores.items())  # fmt: skip
+        needed = {"evals": EVALS_EXACT}
+        return self.valid and all(score >= needed.get(name, 1.0) for name, score in self.scores.items())
 
 
 def judge(task: Kind, answer: str, truth: str, fen: str | None = None) -> Verdict:
@@ -263,17 +264,16 @@ def judge(task: Kind, answer: str, truth: str, fen: str | None = None) -> Verdic
     """
     answer, truth = answer.strip(), truth.strip()
     if task == "A":
-        scores = judge_environment(answer, truth, strict=fen is not None)
-        return Verdict(task, scores is not None, scores or {})
+        return Verdict(task, judge_environment(answer, truth, strict=fen is not None))
     scores = judge_policy(answer, truth)
     if fen is None:
-        return Verdict(task, scores is not None, scores or {})
+        return Verdict(task, scores)
     board, listed = chess.Board(fen), re.findall(MOVE, answer.partition("E:")[0])
     legal = [move for move in board.legal_moves if move.uci() in listed]  # repeated: not legal
-    if scores is not None:
+    if scores:
         scores["legal"] = len(legal) / len(listed)
     kings = sum(move.from_square == board.king(board.turn) for move in legal)
-    return Verdict(task, scores is not None, scores or {}, len(listed), len(legal), kings)
+    return Verdict(task, scores, len(listed), len(legal), kings)
 
 
 def shaped(verdict: Verdict, shaping: Shaping = "graduated") -> float:
@@ -298,13 +298,13 @@ def parse_policy(answer: str) -> tuple[dict[str, float], str] | None:
     return (dict(zip(moves, evals, strict=True)), best) if distinct and best in moves else None
 
 
-def judge_policy(answer: str, truth: str) -> dict[str, float] | None:
-    """Scores of best move, candidates and evals; None if the answer breaks the grammar."""
+def judge_policy(answer: str, truth: str) -> dict[str, float]:
+    """Scores of best move, candidates and evals; none if the answer breaks the grammar."""
     right, given = parse_policy(truth), parse_policy(answer)
     if right is None:
         raise ValueError(f"no answer of a P line: {truth!r}")
     if given is None:
-        return None
+        return {}
     (evals, best), (right_evals, right_best) = given, right
     shared = evals.keys() & right_evals.keys()
     close = sum(max(0.0, 1 - abs(evals[move] - right_evals[move]) / (1 + abs(right_evals[move]))) for move in shared)
@@ -336,19 +336,19 @@ def read_board(fen: str) -> chess.Board:
     return board
 
 
-def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float] | None:
-    """Scores of the new position, the flags and the reward; None if the answer breaks the grammar."""
+def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float]:
+    """Scores of the new position, the flags and the reward; none if the answer breaks the grammar."""
     right, given = A_GRAMMAR.fullmatch(truth), A_GRAMMAR.fullmatch(answer)
     if right is None:
         raise ValueError(f"no answer of an A line: {truth!r}")
     if given is None:
-        return None
+        return {}
     if strict:
         try:
             if read_board(given[1]).turn != chess.Board(right[1]).turn:
-                return None
+                return {}
         except ValueError:
-            return None
+            return {}
     return {"fen": similarity(given[1], right[1]), "flags": float(given.group(3, 4) == right.group(3, 4)),
             "reward": float(abs(float(given[2]) - float(right[2])) < REWARD_TOLERANCE)}  # fmt: skip
 
@@ -372,11 +372,8 @@ def shipped_examples() -> list[Example]:
 
 def mirrored(example: Example) -> Example:
     """The same P line with colours exchanged.  Evals are from the mover's side, so they stay."""
-
-    def flipped(moves: str) -> str:
-        return re.sub(r"([a-h])([1-8])", lambda square: square[1] + str(9 - int(square[2])), moves)
-
-    return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", flipped(example.answer))
+    answer = re.sub(r"([a-h])([1-8])", lambda square: square[1] + str(9 - int(square[2])), example.answer)
+    return Example("P", f"P: {chess.Board(example.fen).mirror().fen()}", answer)
 
 
 def best_first(example: Example) -> Example:
@@ -493,11 +490,6 @@ class ChessTask:
         return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
                                  self.end, device)  # fmt: skip
 
-    def right_answers(self, config: ChessConfig, device: torch.device) -> Callable[[int], Rows]:
-        """Rows of a supervised step, as many documents as GRPO has prompts."""
-        rng = random.Random(f"control {config.seed}")
-        return lambda step: self.rows(self.draw(rng, config.batch_size), device)
-
     def judge(self, item: Example, answer: str) -> Verdict:
         """Judge an answer against the right one."""
         return judge(item.task, answer, item.answer, item.fen if self.strict else None)
@@ -554,12 +546,12 @@ def report_on(answers: dict[Kind, list[str]], task: ChessTask) -> Report:
 def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> Report:
     """One sampled answer per held-out prompt, with the same random numbers every time."""
     generator = torch.Generator(model.device).manual_seed(0)
-    answers: dict[Kind, list[str]] = {}
+    answers: dict[Kind, list[str]] = {"P": [], "A": []}
     for kind in KINDS:
         prompts = [task.prompt_ids(item) for item in task.corpus.held_out[kind]]
-        made = [generate(model, prompts[i : i + 32], 1, sampling, task.end, generator)[0].answers(task.end)
-                for i in range(0, len(prompts), 32)]  # fmt: skip
-        answers[kind] = [task.tokens.decode(row) for part in made for (row,) in part]
+        for i in range(0, len(prompts), 32):
+            rows, _ = generate(model, prompts[i : i + 32], 1, sampling, task.end, generator)
+            answers[kind] += [task.tokens.decode(row) for (row,) in rows.answers(task.end)]
     return report_on(answers, task)
 
 
@@ -585,16 +577,17 @@ def controls(task: ChessTask) -> dict[str, Report]:
     def other_side(fen: str) -> str:
         return re.sub(" [wb] ", " b " if " w " in fen else " w ", fen, count=1)
 
-    columns: dict[str, list[tuple[Kind, Callable[[Example], str]]]] = {
-        "blind": [("A", lambda item, text=text: text) for text in blind],  # type: ignore[misc]
-        "copied": [("A", lambda item: item.fen + goes_on)],
-        "copied, other side": [("A", lambda item: other_side(item.fen) + goes_on)],
-        "five fixed moves": [("P", lambda item, text=text: text) for text in fixed],  # type: ignore[misc]
-        "random legal moves": [("P", random_moves)],
+    def best(kind: Kind, *tried: list[str]) -> Report:
+        return max((report_on({kind: answers}, task) for answers in tried), key=lambda told: told["reward"])
+
+    moved, asked = corpus.held_out["A"], corpus.held_out["P"]
+    return {
+        "blind": best("A", *([text] * len(moved) for text in blind)),
+        "copied": best("A", [item.fen + goes_on for item in moved]),
+        "copied, other side": best("A", [other_side(item.fen) + goes_on for item in moved]),
+        "five fixed moves": best("P", *([text] * len(asked) for text in fixed)),
+        "random legal moves": best("P", [random_moves(item) for item in asked]),
     }
-    reports = {name: [report_on({kind: [answer(item) for item in corpus.held_out[kind]]}, task)
-                      for kind, answer in tried] for name, tried in columns.items()}  # fmt: skip
-    return {name: max(each, key=lambda told: told["reward"]) for name, each in reports.items()}  # the best of them
 
 
 def tables(columns: dict[str, Report]) -> str:
@@ -652,8 +645,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     run.begin(model)
     if not run.checkpoint:
         run.extra["before"] = evaluate(model, task, sampling)
-        run.extra["likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
-        say(tables({**blind, "before": run.extra["before"], "before, likeliest": run.extra["likeliest"]}))
+        run.extra["before, likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
+        say(tables({**blind, **run.extra}))
     lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
 
     def beginner(baseline: BaselineType) -> Learner:
@@ -673,12 +666,16 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
                       lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
     save_model(learner.model, task.tokens, run.folder / "model")
-    reports = {"before": run.extra["before"], "before, likeliest": run.extra["likeliest"],
-               "after": evaluate(learner.model, task, sampling)}  # fmt: skip
+    reports = {**run.extra, "after": evaluate(learner.model, task, sampling)}
     if config.control:
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
-        control, rows = copy.deepcopy(model).requires_grad_(True), task.right_answers(config, model.device)
-        supervised(control, rows, config.control_lr, seconds=learner.seconds)
+        control, rng = copy.deepcopy(model).requires_grad_(True), random.Random(f"control {config.seed}")
+        supervised(
+            control,
+            lambda step: task.rows(task.draw(rng, config.batch_size), model.device),  # as many as GRPO has prompts
+            config.control_lr,
+            seconds=learner.seconds,
+        )
         reports["supervised"] = evaluate(control, task, sampling)
         say(f"rejection sampling from the same start: the likelihood of each group's best, {learner.step} steps")
         rejecting = beginner("best")
