@@ -317,9 +317,7 @@ def likelihood(model: GPT, rows: Rows) -> float:
     mean, total = 0.0, rows.answer_mask.sum()
     # A CPU is faster while a part fits its cache, a GPU with fewer kernels to launch.
     for chosen in rows.micro_batches(8 if rows.ids.device.type == "cpu" else 256):
-        part = rows.pick(chosen)
-        log_probs, _, _ = score(model, part, 1.0)
-        loss = -log_probs.sum() / total
+        loss = -score(model, rows.pick(chosen), 1.0)[0].sum() / total
         loss.backward()
         mean += loss.item()
     return mean

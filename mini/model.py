@@ -303,8 +303,8 @@ class Rows:
 
     def answers(self, end: int) -> list[list[list[int]]]:
         """The ids of each prompt's completions, without the end token."""
-        rows = [[token for token, real in zip(row, is_real, strict=True) if real and token != end]
-                for row, is_real in zip(self.answer_ids.tolist(), self.answer_mask.tolist(), strict=True)]  # fmt: skip
+        kept = self.answer_mask & (self.answer_ids != end)
+        rows = [ids[real].tolist() for ids, real in zip(self.answer_ids.cpu(), kept.cpu(), strict=True)]
         return [rows[i : i + self.K] for i in range(0, len(rows), self.K)]
 
     def micro_batches(self, size: int, needed: Tensor | None = None) -> list[Tensor]:

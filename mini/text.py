@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,12 +146,10 @@ def roll_out(learner: Learner, text: Tensor, config: TextConfig) -> Rollouts:
     if not config.teacher_forcing:
         sampling = Sampling(max_new_tokens=right.shape[1])
         rows, _ = generate(learner.model, text[:, :1].tolist(), K, sampling, CharTokens.end, learner.generator)
-        right = right.repeat_interleave(K, 0)
-    else:
-        rows = whole_rows(text)
+        _, log_probs, hidden = score(learner.model, rows, 1.0)
+        return Rollouts(rows, rows.answer_ids[:, :, None], right.repeat_interleave(K, 0), log_probs, hidden)
+    rows = whole_rows(text)
     _, log_probs, hidden = score(learner.model, rows, 1.0)
-    if not config.teacher_forcing:
-        return Rollouts(rows, rows.answer_ids[:, :, None], right, log_probs, hidden)
     probs = log_probs.detach().exp().flatten(0, 1)  # (B * T, V)
     chosen = torch.multinomial(probs, K, replacement=True, generator=learner.generator).unflatten(0, right.shape)
     return Rollouts(rows, chosen, right, log_probs, hidden)
@@ -222,12 +221,12 @@ def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
         returns = advantages + values
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     kl_coef = grpo.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
-    sums = dict.fromkeys(("loss", "value_loss", "kl", "clip_share", "grad_norm"), 0.0)
+    sums = defaultdict[str, float](float)
     generator = torch.Generator().manual_seed(learner.step)
-    parts = [part for _ in range(config.epochs) for part in
-             torch.randperm(len(old), generator=generator).to(old.device).chunk(config.minibatches)]  # fmt: skip
+    orders = [torch.randperm(len(old), generator=generator).to(old.device) for _ in range(config.epochs)]
+    parts = [part for order in orders for part in order.chunk(config.minibatches)]
     for chosen in parts:
-        rows = Rows(rollouts.rows.ids[chosen], rollouts.rows.mask[chosen], 1)
+        rows = whole_rows(rollouts.rows.ids[chosen])
         _, log_probs, hidden = score(learner.model, rows, 1.0)  # (r, T, V)
         lp = log_probs.gather(2, rollouts.chosen[chosen])  # (r, T, A)
         kl = divergence(learner, rows, log_probs).mean()
@@ -236,9 +235,9 @@ def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
         loss = policy + kl_coef * kl + config.value_loss_coef * value_loss
         loss.backward()
         clipped = grpo.is_clipped(lp, old[chosen], advantages[chosen], config.clip_range).float().mean()
-        norm = learner.descend(config.max_grad_norm)
-        for name, value in (("loss", loss.item()), ("value_loss", value_loss.item()), ("kl", kl.item()),
-                            ("clip_share", clipped.item()), ("grad_norm", norm)):  # fmt: skip
+        figures = {"loss": loss.item(), "value_loss": value_loss.item(), "kl": kl.item(), "clip_share": clipped.item()}
+        figures["grad_norm"] = learner.descend(config.max_grad_norm)
+        for name, value in figures.items():
             sums[name] += value / len(parts)
     learner.tokens += old.numel()
     return sums | {"reward": rewards.mean().item(), "kl_coef": kl_coef}
