@@ -623,15 +623,16 @@ def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
 
 def step_line(number: int, steps: int, figures: Figures) -> str:
     """One printed line for a step of GRPO."""
-    by_task = {kind: "  ".join(f"{task} {figures[f'{kind}/{task}']:.2f}" for task in KINDS
-                               if f"{kind}/{task}" in figures) for kind in ("reward", "valid")}  # fmt: skip
+
+    def by_task(kind: str) -> str:
+        return "  ".join(f"{task} {figures[name]:.2f}" for task in KINDS if (name := f"{kind}/{task}") in figures)
+
     parts = " + ".join(f"{figures[f'seconds/{part}']:.1f} {part}" for part in ("generate", "score", "train"))
     more = f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}" if "kl_exact" in figures else ""
     if "entropy" in figures:  # of what was trained on: not if all groups were flat
         more += f"  clip {figures['clip_share']:.3f}  entropy {figures['entropy']:.3f}"
-    return (f"step {number:{len(str(steps))}}/{steps}  reward {by_task['reward']}  valid {by_task['valid']}{more}"
-            f"  no spread {figures['zero_spread']:.0%}"
-            f"  {figures['seconds']:.1f} s ({parts})")  # fmt: skip
+    more += f"  no spread {figures['zero_spread']:.0%}  {figures['seconds']:.1f} s ({parts})"
+    return f"step {number:{len(str(steps))}}/{steps}  reward {by_task('reward')}  valid {by_task('valid')}{more}"
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
@@ -719,8 +720,8 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
     tokens = task.tokens
     prompt = (tokens.decode([0]) if tokens.name == "chars" else OPENING) if config.prompt is None else config.prompt
     of_chess = tokens.name == "lines" or prompt.startswith(("P:", "A:"))
-    item = Example("P", prompt.strip(), "")
-    truth = right_answer(item.prompt) if of_chess else None
+    truth = right_answer(prompt.strip()) if of_chess else None
+    item = Example("A" if truth else "P", prompt.strip(), truth or "")
     try:
         ids = task.prompt_ids(item) if of_chess else tokens.encode(prompt)
     except ValueError as error:
@@ -737,7 +738,7 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
         if truth is None:
             said = "valid" if parse_policy(text.strip()) else "invalid"
         else:
-            verdict = judge("A", text, truth, item.fen if task.strict else None)
+            verdict = task.judge(item, text)
             said = f"reward {shaped(verdict, task.shaping):.1f}, raw score {verdict.raw:.3f}"
         print(f"{text}\n    log-probability {log_prob:.2f}, {said}")
     if truth is not None:
