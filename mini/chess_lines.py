@@ -445,8 +445,8 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
             raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
         held_out = usual_held_out(config.held_out)
         played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
-        train = {"P": [best_first(e) for line in policy for e in (line, mirrored(line))],
-                 "A": [e for line in played if (e := parse_line(line))]}  # fmt: skip
+        both_colours = [best_first(e) for line in policy for e in (line, mirrored(line))]
+        train = {"P": both_colours, "A": [e for line in played if (e := parse_line(line))]}
     forbidden = prompts_of(held_out)
     train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in KINDS}
     for task in KINDS:
@@ -487,8 +487,8 @@ class ChessTask:
 
     def rows(self, items: Sequence[Example], device: torch.device) -> Rows:
         """Documents as rows."""
-        return Rows.of_documents([self.prompt_ids(i) for i in items], [self.answer_ids(i) for i in items],
-                                 self.end, device)  # fmt: skip
+        prompts, answers = [self.prompt_ids(item) for item in items], [self.answer_ids(item) for item in items]
+        return Rows.of_documents(prompts, answers, self.end, device)
 
     def judge(self, item: Example, answer: str) -> Verdict:
         """Judge an answer against the right one."""
@@ -594,8 +594,8 @@ def tables(columns: dict[str, Report]) -> str:
     """A table for each task."""
     names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
              "P": ("reward", "validity", "legal", "king", "moves", "best_move")}  # fmt: skip
-    return "\n".join(table(kind, measures, {label: told[kind] for label, told in columns.items() if kind in told})
-                     for kind, measures in names.items())  # fmt: skip
+    parts = {kind: {label: told[kind] for label, told in columns.items() if kind in told} for kind in names}
+    return "\n".join(table(kind, names[kind], parts[kind]) for kind in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
