@@ -79,6 +79,20 @@ def test_a_stage_that_is_never_won_is_named_before_the_model_collapses() -> None
     assert watcher.look(dataclasses.replace(step, won=0.1), {}) != said[10]
 
 
+@pytest.mark.parametrize(("sources", "commonest"), [("abcd", 0.0), ("aabc", 0.5), ("aaaa", 1.0)])
+def test_two_different_answers_are_not_one_program(sources: str, commonest: float) -> None:
+    """Of a group of two each has half of the answers.  So the published recipe, which has such groups, was said to
+    collapse in every step, while SmolLM2's trouble was that it won no game."""
+    game = {"outcome": "stuck", "max_tile": 64, "detail": ""}
+    rows = [
+        {"text": "", "source": a, "works": "load", "cheating": "", "reward": 1.0, "results": [game]} for a in sources
+    ]
+    row = {"size": 6, "target": 2048, "completions": rows}
+    step = watcher.StepSummary.of(row, [False, False], 1.0)
+    assert step.commonest == commonest
+    assert ("most answers are one program" in watcher_of().look(step, {})) == (commonest >= 0.5)
+
+
 def test_a_trouble_that_lasts_is_named_now_and_then() -> None:
     watcher = watcher_of(patience=100)
     step = dataclasses.replace(HEALTHY, works=0.0)

@@ -52,7 +52,7 @@ class StepSummary:
     works: float  # share of completions whose strategy loads
     cheating: float  # share of completions
     distinct: float  # share of completions whose program differs from all earlier ones of their group
-    commonest: float  # share of a group's completions that have its most frequent program, as the mean over groups
+    commonest: float  # share of a group's completions with its most frequent program; 0 if all differ; mean over groups
     identical: bool  # every group consists of one program
     flat: float  # share of groups whose rewards are all equal, so that there is no gradient
     reward: float  # mean over the completions
@@ -84,7 +84,7 @@ class StepSummary:
             works=statistics.fmean(completion["works"] == "load" for completion in completions),
             cheating=statistics.fmean(bool(completion["cheating"]) for completion in completions),
             distinct=sum(map(len, groups)) / len(programs),
-            commonest=statistics.fmean(max(counts.values()) / size for counts in groups),
+            commonest=statistics.fmean(max(counts.values()) / size * (len(counts) < size) for counts in groups),
             identical=all(len(counts) == 1 for counts in groups),
             flat=statistics.fmean(flat),
             reward=statistics.fmean(rewards),
