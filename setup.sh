@@ -32,7 +32,7 @@ wanted() { echo "$(identity) $device $machine $(cat "$project/pyproject.toml" "$
 stamped() { [[ -x $python && -f $stamp && $(<"$stamp") == $1 ]]; }
 
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; }
-has_pip() { "$python" -m pip --version &>/dev/null; }
+has_pip() { "$python" -m pip install --help &>/dev/null; }  # a half-copied pip may still know its version
 
 make_venv() {
     local uv base output free need=3 candidates=(python3 python3.14 python3.13 python3.12 python3.11)

@@ -306,7 +306,7 @@ def judge_policy(answer: str, truth: str) -> dict[str, float]:
     if given is None:
         return {}
     (evals, best), (right_evals, right_best) = given, right
-    shared = evals.keys() & right_evals.keys()
+    shared = [move for move in evals if move in right_evals]  # in order: a sum of floats depends on it
     close = sum(max(0.0, 1 - abs(evals[move] - right_evals[move]) / (1 + abs(right_evals[move]))) for move in shared)
     return {"best": float(best == right_best), "candidates": len(shared) / max(len(evals), len(right_evals)),
             "evals": close / len(right_evals)}  # fmt: skip

@@ -231,7 +231,7 @@ def pretraining(
 ) -> Iterator[dict[str, float]]:
     """Supervised steps; every --eval-steps and at the end also the held-out loss.
 
-    The loader's workers read a step's lines while a GPU computes the step before.
+    The loader's workers read the coming steps' lines while a GPU computes.
     """
     device, cpu = learner.model.device, torch.device("cpu")
     workers = 0 if device == cpu else max(1, (os.cpu_count() or 1) - 2)
@@ -241,6 +241,7 @@ def pretraining(
         collate_fn=lambda batch: task.rows(draw(*batch), cpu),  # of one step
         num_workers=workers,
         prefetch_factor=4 if workers else None,
+        multiprocessing_context="fork" if workers else None,  # Python 3.14 would pickle what they need
     )
     coming = (rows.to(device) for rows in loader)
     for figures in run_steps(

@@ -482,7 +482,7 @@ BATTERY = {name: case for group in GROUPS for name, case in group.items()}
 
 
 def job(name: str, path: str) -> program.Job:
-    """One case as the tests judge it.  Programs that only the clock ends get little time, the others far more than they
-    need: on a slow machine "a huge compile" once took its second of CPU, and the test failed."""
+    """One case as the tests judge it.  Programs that only a limit of time ends get little of it, the others far more
+    than they need: on a slow machine "a huge compile" once took its second of CPU, and the test failed."""
     source, outcome = BATTERY[name]
     return program.Job(source.replace("PWNED", path), (1,), timeout=0.05 if outcome == "timeout" else 5.0)

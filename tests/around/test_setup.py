@@ -29,11 +29,13 @@ PINS = [
 
 PIP = """
 import os, sys, time
+if "--help" in sys.argv:
+    sys.exit()
 with open(sys.prefix + "/pip-calls", "a") as calls:
     print(*sys.argv[1:], file=calls)
 if "install" in sys.argv:
-    if sys.argv[-1].startswith("pip=="):
-        sys.exit("ERROR: an index without this pip")  # the older one goes on
+    if sys.argv[-1].startswith("pip==") and "NO_NEW_PIP" in os.environ:
+        sys.exit("ERROR: No matching distribution")
     while os.path.exists(os.environ.get("HOLD", "")):
         time.sleep(0.01)
     if "OFFLINE" in os.environ:
@@ -207,6 +209,7 @@ def test_here_installs_into_the_active_environment(setup: Copy) -> None:
     code, output, _ = setup("--here", "python", "-c", "import sys; print(sys.prefix)", VIRTUAL_ENV=str(active))
     assert (code, output) == (0, f"{active}\n")
     assert not setup.venv.exists()
+    assert " pip==" not in (active / "pip-calls").read_text()
     assert setup("--here", VIRTUAL_ENV=str(active)) == (0, "", [])
 
 
@@ -251,6 +254,10 @@ def test_no_network(setup: Copy) -> None:
     assert setup()[0] == 0
 
 
+def test_an_index_without_the_newer_pip(setup: Copy) -> None:
+    assert setup(NO_NEW_PIP="yes")[0] == 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Healing
 
@@ -271,11 +278,26 @@ def move(venv: Path) -> None:
 
 def lose_pip_before_new_pins(venv: Path) -> None:
     shutil.rmtree(next(venv.glob("lib/python*/site-packages/pip")))
+    change_pins(venv)
+
+
+def tear_pip_before_new_pins(venv: Path) -> None:
+    """As a kill does that comes while pip replaces itself: it still knows its version."""
+    next(venv.glob("lib/python*/site-packages/pip/__main__.py")).write_text(
+        "import sys; sys.exit('install' in sys.argv)"
+    )
+    change_pins(venv)
+
+
+def change_pins(venv: Path) -> None:
     with (venv.parent / "pyproject.toml").open("a") as pyproject:
         pyproject.write("# changed\n")
 
 
-@pytest.mark.parametrize("damage", [stop_before_the_stamp, let_python_dangle, move, lose_pip_before_new_pins])
+@pytest.mark.parametrize(
+    "damage",
+    [stop_before_the_stamp, let_python_dangle, move, lose_pip_before_new_pins, tear_pip_before_new_pins],
+)
 def test_a_broken_environment_is_made_anew(whole: Copy, damage: Callable[[Path], None]) -> None:
     damage(whole.venv)
     code, _, errors = whole("python", "-m", "pip", "--version")

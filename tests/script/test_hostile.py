@@ -67,6 +67,12 @@ def test_hostile_strategy_has_its_outcome(aftermath: Aftermath, name: str) -> No
     assert result.detail.isprintable()
 
 
+@pytest.mark.parametrize("name", ["eats its own messages", "reads the next board first"])
+def test_a_player_that_waits_for_ever_is_blocked(aftermath: Aftermath, name: str) -> None:
+    """No CPU time is used, so another limit than the clock's ends it."""
+    assert aftermath.results[name].detail.startswith("blocked")
+
+
 def test_only_played_boards_have_a_score(aftermath: Aftermath) -> None:
     """No claim of a strategy reaches its result: its boards are those of moves to the left alone."""
     left = aftermath.results["a lambda"]
