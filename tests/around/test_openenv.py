@@ -11,6 +11,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,33 +28,33 @@ pytestmark = pytest.mark.optional
 SERVER = ("-m", "integrations.openenv_2048")
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server with a short limit of time, a low target and two turns; what it says goes to a file."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Of a server with a short limit of time, a low target and two turns."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, *SERVER, "--port", str(port), "--size", "6", "--target", "256", "--boards", "2",
                "--timeout", "0.5", "--turns", "2"]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT) as server:
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
         try:
-            assert wait_until(lambda: answers(port), 300)
-            yield f"http://127.0.0.1:{port}"
+            assert wait_until(lambda: serves(port), 300), log.read_text()
+            yield Server(process, f"http://127.0.0.1:{port}", log)
         finally:
-            server.terminate()
+            process.terminate()
 
 
-def test_ctrl_c_ends_the_server_without_a_traceback() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, *SERVER, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE,
-                          text=True) as server:  # fmt: skip
-        try:
-            assert wait_until(lambda: serves(port), 300)
-            server.send_signal(signal.SIGINT)
-            assert "Traceback" not in server.communicate(timeout=60)[1]
-        finally:
-            server.kill()
-    assert server.returncode == 0
+@pytest.fixture(scope="module")
+def address(server: Server) -> str:
+    return server.address
 
 
 def serves(port: int) -> bool:
@@ -64,12 +66,6 @@ def serves(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def answers(port: int) -> bool:
-    """Whether somebody listens."""
-    with socket.socket() as caller:
-        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 def episode(address: str, answer: str, seed: int = 1) -> tuple[Any, Any]:
@@ -219,3 +215,10 @@ def test_a_port_that_another_server_has_gets_one_line(address: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1, port {port} (Address already in use")
+
+
+def test_ctrl_c_ends_the_server_without_a_traceback(server: Server) -> None:
+    """The last test: nothing is served any more."""
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    assert "Traceback" not in server.log.read_text()
