@@ -844,7 +844,7 @@ from toolkit.base.files import no_link
 from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
 from toolkit.base.workers import Worker
 from toolkit.games.evaluation import board_key, board_name
-from toolkit.model import adapters, machine
+from toolkit.model import adapters, decoding, machine
 from toolkit.run import advantages, watch
 from toolkit.run.checkpoints import START, AtomicCheckpoints
 
@@ -1389,6 +1389,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
     model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
     open_channel(tokenizer, config.reasoning)
+    if torch.cuda.is_available() and not SHARDED:
+        decoding.Decoding(model)
     return model, tokenizer
 
 

@@ -1,0 +1,100 @@
+"""Decoding steps are recorded and replayed.  Here is no GPU: a recording repeats the call."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from toolkit.model import decoding
+from toolkit.model.decoding import WARM_UP, Decoding, Step
+
+NEW, WINDOW = 24, 8
+
+
+@pytest.fixture
+def model() -> Any:
+    """A gpt-oss with random weights, whose windows are shorter than the completions."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    return GptOssForCausalLM(GptOssConfig(vocab_size=50, pad_token_id=0, eos_token_id=1, **sizes, **heads)).eval()
+
+
+def generated(model: Any, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likeliest tokens of two rows, one padded on the left, and their logits."""
+    ids = torch.arange(2, 2 + 2 * prompt).view(2, prompt)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "cache_implementation": "static", "do_sample": False}
+    done = model.generate(
+        **given, min_new_tokens=NEW, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True
+    )
+    return done.sequences, torch.stack(done.logits)
+
+
+class Recorder:
+    """In place of a graph: executes nothing when it records, and repeats the step at each replay."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.recordings, self.replays = fails, 0, 0
+
+    def __call__(self, step: Step) -> tuple[Step, Any]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        self.recordings += 1
+        output = MoeCausalLMOutputWithPast(logits=torch.zeros(0))
+        windows = [one for one in step.keywords["past_key_values"].layers if one.is_sliding]  # type: ignore[attr-defined]
+        recorded = [dict(vars(one)) for one in windows]
+
+        def replay() -> None:
+            self.replays += 1
+            for layer, then in zip(windows, recorded, strict=True):  # Python's part is what it was at the recording
+                now = layer.cumulative_length_int
+                vars(layer).update({name: then[name] for name in ("update", "cumulative_length_int") if name in then})
+            output.logits = step().logits
+            for layer in windows:
+                layer.cumulative_length_int = now
+                vars(layer).pop("update", None)
+
+        return replay, output
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Recordings of this test."""
+    made = Recorder()
+    monkeypatch.setattr(decoding, "record", made)
+    return made
+
+
+@pytest.mark.parametrize(("prompt", "recordings"), [(12, 1), (5, 2), (WINDOW - WARM_UP, 1)])
+def test_replayed_steps_are_the_models(model: Any, recorder: Recorder, prompt: int, recordings: int) -> None:
+    """A window that becomes full needs another recording: from then on it slides."""
+    tokens, logits = generated(model, prompt)
+    Decoding(model)
+    for _ in range(2):  # each generation has its own recordings
+        again, relogits = generated(model, prompt)
+        assert (again == tokens).all() and torch.allclose(relogits, logits, atol=1e-5)
+    assert (recorder.recordings, recorder.replays) == (2 * recordings, 2 * (NEW - 1 - WARM_UP))
+
+
+def test_without_a_graph_it_generates_as_before(model: Any, recorder: Recorder) -> None:
+    tokens, _ = generated(model, 12)
+    recorder.fails = True
+    Decoding(model)
+    with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted when stream is capturing$"):
+        assert (generated(model, 12)[0] == tokens).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert (generated(model, 12)[0] == tokens).all()
+
+
+def test_a_cache_that_grows_is_left_alone(model: Any, recorder: Recorder) -> None:
+    Decoding(model)
+    model.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=NEW, do_sample=False)
+    assert recorder.recordings == 0

@@ -1,0 +1,122 @@
+"""A token of all completions by one launch: the decoding step as a CUDA graph.
+
+The processor launches 3,261 kernels for a token of gpt-oss-20b, and the GPU waits for it.  A graph holds them all: the
+step is recorded once in each call of `generate`, which takes as long as a few tokens, and replayed from then on.
+torch.compile, the libraries' own way, takes half a minute for each shape, and TRL switches it off.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Step = Callable[[], Any]
+WARM_UP = 2  # steps before the recording: kernels are compiled then
+
+
+def record(step: Step) -> tuple[Step, Any]:
+    """Record a step on the GPU, without executing it: what executes it, and its output, which each replay rewrites."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+    return graph.replay, output
+
+
+def tensors(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among a step's inputs; the masks of several kinds of layers are a dictionary."""
+    import torch
+
+    for value in inputs.values():
+        if isinstance(value, dict):
+            yield from tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's inputs with tensors of their own."""
+    import torch
+
+    def own(value: Any) -> Any:
+        return copied(value) if isinstance(value, dict) else value.clone() if isinstance(value, torch.Tensor) else value
+
+    return {name: own(value) for name, value in inputs.items()}
+
+
+def slide(layer: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a full sliding window does with one more token.  transformers' own way copies an index from the processor,
+    which cannot be recorded."""
+    import torch
+
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.copy_(torch.cat((held[:, :, 1:], new), 2))
+    return layer.keys, layer.values
+
+
+class Steps:
+    """Decoding steps of one call of `generate`, in place of the model's forward."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding, self._warm = decoding, 0
+        self._replay: Step | None = None
+        self._full: list[bool] = []  # which sliding windows were, at the recording: a full one does something else
+
+    def __call__(self, **inputs: Any) -> Any:
+        """A step with the inputs of transformers' sampling loop: the model's output."""
+        windows = [layer for layer in inputs["past_key_values"].layers if layer.is_sliding]
+        full = [layer.cumulative_length_int >= layer.max_cache_len for layer in windows]
+        # Without positions the model would count them on the processor, and the recording would repeat one.
+        if self._warm < WARM_UP or not self._decoding.works or inputs.get("position_ids") is None:
+            self._warm += 1
+            return self._decoding.model(**inputs)
+        if self._replay is None or full != self._full:
+            self._record(copied(inputs), windows, full)
+        if self._replay is None:
+            return self._decoding.model(**inputs)
+        for own, new in zip(tensors(self._inputs), tensors(inputs), strict=True):
+            own.copy_(new)
+        self._replay()
+        for layer in windows:
+            layer.cumulative_length_int += 1  # a number of Python's, from which the next masks are made
+        return self._output
+
+    def _record(self, inputs: dict[str, Any], windows: list[Any], full: list[bool]) -> None:
+        """Record a step, which changes no tensor yet, and leave Python's part of the cache as it was."""
+        self._replay = None
+        lengths = [layer.cumulative_length_int for layer in windows]
+        for layer in compress(windows, full):
+            layer.update = partial(slide, layer)
+        try:
+            self._replay, self._output = record(partial(self._decoding.model, **inputs))
+            self._inputs, self._full = inputs, full
+        except RuntimeError as error:
+            self._decoding.works = False
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"tokens are generated without a CUDA graph: {reason}", stacklevel=2)
+        finally:
+            for layer, length in zip(windows, lengths, strict=True):
+                layer.cumulative_length_int = length
+                vars(layer).pop("update", None)
+
+
+class Decoding:
+    """Lets `generate` of a model on a GPU replay its decoding steps, wherever its cache has a fixed size."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.works = model, True
+        model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
+        model.get_compiled_call = lambda _config: Steps(self)
+
+    def _applies(self, inputs: Mapping[str, Any], _config: Any) -> bool:
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+        layers = getattr(inputs.get("past_key_values"), "layers", [])
+        return bool(layers) and self.works and all(type(one) in (StaticLayer, StaticSlidingWindowLayer) for one in layers)
