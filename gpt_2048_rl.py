@@ -1415,9 +1415,18 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **numbers))
     from unsloth import FastLanguageModel
 
-    return FastLanguageModel.get_peft_model(
-        model, use_gradient_checkpointing=torch.cuda.is_available(), random_state=config.seed, **numbers
+    gpu = torch.cuda.is_available()
+    adapted = FastLanguageModel.get_peft_model(
+        model, use_gradient_checkpointing=gpu, random_state=config.seed, **numbers
     )
+    if gpu:
+        # TRL switches checkpointing off to generate, and on again in PyTorch's default way, in which Unsloth's experts
+        # keep what they compute.
+        base, way = adapted.get_base_model(), {"use_reentrant": True}
+        base.gradient_checkpointing_enable = partial(
+            base.gradient_checkpointing_enable, gradient_checkpointing_kwargs=way
+        )
+    return adapted
 
 
 def sample_batch(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:

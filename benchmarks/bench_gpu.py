@@ -43,7 +43,7 @@ from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
 from toolkit.games import programs  # noqa: E402
-from toolkit.model import machine, tiny  # noqa: E402
+from toolkit.model import decoding, machine, tiny  # noqa: E402
 from toolkit.run import sampler, watch  # noqa: E402
 from toolkit.serve import export  # noqa: E402
 
@@ -54,8 +54,8 @@ class Args:
 
     batches: tuple[int, ...] = (32, 1, 4, 16)  # completions per step; 1 is only generated, not trained
     steps: int = 3  # measured steps for each
-    tokens: int = 200  # tokens of the longest completion
-    form: Literal["nf4", "mxfp4", "bf16"] = "nf4"  # of the weights in memory; a CPU uses float32
+    tokens: int = 768  # of the longest completion: the default's limit
+    form: Literal["mxfp4", "nf4", "bf16"] = "mxfp4"  # of the weights in memory; a CPU uses float32
     layers: int = 24
     model: str = ""  # a folder with a model, or tiny, instead of random weights
 
@@ -73,7 +73,8 @@ class Measured:
     bound: float  # tokens per second in generation that the memory bandwidth allows
     forwards: float  # forward passes with a gradient, in a step
     gap: float  # between the sampler's log-probabilities and the trained model's, in nats
-    launches: float  # kernels launched for a token
+    token: float  # seconds for a token of all completions
+    token_plain: float  # without a CUDA graph; 0 on a CPU
 
     @property
     def step(self) -> float:
@@ -183,18 +184,28 @@ def counting(model: Any) -> Iterator[list[bool]]:
         hook.remove()
 
 
-def launches_a_token(model: Any, tokenizer: Any, config: program.TrainConfig, completions: int) -> float:
-    """Kernels that the processor launches for a token of all completions; 0 where they cannot be counted."""
-    from torch.profiler import ProfilerActivity, profile, supported_activities
+def a_token(model: Any, tokenizer: Any, config: program.TrainConfig, completions: int) -> float:
+    """Seconds for a token of all completions: what 48 more of them take."""
+    asked, seconds = [program.build_prompt()] * completions, list[float]()
+    for tokens in (16, 16, 64):  # the first warms up
+        started = time.perf_counter()
+        program.sample_completions(model, tokenizer, asked, replace(config, max_new_tokens=tokens))
+        seconds.append(time.perf_counter() - started)
+    return (seconds[2] - seconds[1]) / 48
 
-    if ProfilerActivity.CUDA not in supported_activities():
+
+def without_graph(model: Any, tokenizer: Any, config: program.TrainConfig, completions: int) -> float:
+    """The same as the libraries do it, without a CUDA graph; 0 on a CPU, which has none."""
+    import torch
+
+    if not torch.cuda.is_available():
         return 0.0
-    short, asked = replace(config, max_new_tokens=16), [program.build_prompt()] * completions
-    program.sample_completions(model, tokenizer, asked, short)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        program.sample_completions(model, tokenizer, asked, short)
-    launched = sum(int(event.count) for event in seen.key_averages() if "LaunchKernel" in event.key)
-    return launched / short.max_new_tokens
+    base = model.get_base_model()
+    del base._valid_auto_compile_criteria, base.get_compiled_call
+    try:
+        return a_token(model, tokenizer, config, completions)
+    finally:
+        decoding.Decoding(base)
 
 
 def bytes_a_token(folder: Path, completions: int, context: float, bits: float, dense_bits: float) -> float:
@@ -277,8 +288,9 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         if torch.cuda.is_available()
         else (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     )
-    launches = launches_a_token(model, tokenizer, config, completions)
-    return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound, forwards, gap, launches)
+    with forced(model, texts):
+        times = (way(model, tokenizer, config, completions) for way in (a_token, without_graph))
+        return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound, forwards, gap, *times)
 
 
 def main(args: Args) -> int:
@@ -320,7 +332,8 @@ def main(args: Args) -> int:
         "rows",
         "tokens/s",
         "of bound",
-        "launches",
+        "ms/token",
+        "no graph",
         "GB",
         "generate s",
         "score",
@@ -344,7 +357,8 @@ def main(args: Args) -> int:
             str(m.completions),
             f"{m.speed:.0f}",
             f"{m.speed / m.bound:.1%}",
-            f"{m.launches:.0f}",
+            f"{m.token * 1e3:.1f}",
+            f"{m.token_plain * 1e3:.1f}",
             f"{m.peak / 1e9:.1f}",
             f"{m.generate:.2f}",
             *(parts if m.completions > 1 else []),

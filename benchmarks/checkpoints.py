@@ -1,9 +1,9 @@
 """gpt-oss checkpoints in the three forms that users load, made of any weights: for benchmarks and tests.
 
 - bf16: as `unsloth/gpt-oss-20b-BF16`.
-- mxfp4: as `openai/gpt-oss-20b`, the experts packed.
+- mxfp4: as `openai/gpt-oss-20b`, the experts packed.  Training's default loads this one.
 - nf4: as `unsloth/gpt-oss-20b-unsloth-bnb-4bit`, a 4-bit layer for each projection of each expert, and attention in 4
-  bits.  Training's default loads this one.
+  bits.
 """
 
 from __future__ import annotations

@@ -113,19 +113,23 @@ def measure(part: Part, args: Args) -> list[dict[str, Any]]:
 
 def main(args: Args) -> int:
     """Run the parts.  Returns 1 if a command failed."""
-    table, failed = Table("part", "command", "status", "s", "tokens/s", "step s", "forwards", "gap", "GB"), False
+    table, failed = (
+        Table("part", "command", "status", "s", "tokens/s", "step s", "ms/token", "no graph", "gap", "GB"),
+        False,
+    )
     for part in args.parts:
         for done in measure(part, args):
             failed |= done["status"] != 0
             words = " ".join(word for word in done["words"] if "/" not in word)
             for row in [told["measured"] for told in done["told"] if "measured" in told] or [None]:
                 figures = (
-                    ["", "", "", "", ""]
+                    ["", "", "", "", "", ""]
                     if row is None
                     else [
                         f"{row['tokens'] / row['generate']:.0f}",
                         f"{row['generate'] + row['score'] + row['update']:.2f}",
-                        f"{row['forwards']:.0f}",
+                        f"{row['token'] * 1e3:.1f}",
+                        f"{row['token_plain'] * 1e3:.1f}",
                         f"{row['gap']:.1g}",
                         f"{row['peak'] / 1e9:.1f}",
                     ]

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node 2 tests/gpu_on_cpu.py gpt_2048_rl.py train ...     two of them
 
 Its loader, 4-bit classes, LoRA on experts, gpt-oss attention, generation and generated GRPO trainer run as they are, on
-bfloat16 tensors.  Not what only a GPU has: Triton's and CUDA's kernels, torch.compile, memory, speed.  Tensors go
-to "cuda" and stay where they are; FlexAttention is written out, because PyTorch's has no backward pass on a CPU.  Of
-TRL's trainers Unsloth rewrites only those of SFT and GRPO: a third of its import would be spent on the others.
+bfloat16 tensors.  Not what only a GPU has: Triton's and CUDA's kernels, torch.compile, CUDA graphs (a recording repeats
+the call), memory, speed.  Tensors go to "cuda" and stay where they are; FlexAttention is written out, because PyTorch's
+has no backward pass on a CPU.  Of TRL's trainers Unsloth rewrites only those of SFT and GRPO: a third of its import
+would be spent on the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.overrides import TorchFunctionMode
 
-from toolkit.model import machine
+from tests.recorder import Recorder
+from toolkit.model import decoding, machine
 
 UNUSED = ("trl.trainer.distillation_trainer", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer",
           "trl.trainer.reward_trainer", "trl.trainer.rloo_trainer", "trl.experimental.cpo", "trl.experimental.gkd",
@@ -137,6 +139,7 @@ def become_gpu() -> None:
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.stream = Device  # type: ignore[assignment, misc]
     torch.version.cuda = "13.0"
     machine.gpu_is_there = lambda: True  # it looks for a device node
+    decoding.record = Recorder()
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     flex.flex_attention = flex_attention  # type: ignore[assignment]
     bitsandbytes.functional.lib = Native(bitsandbytes.functional.lib)

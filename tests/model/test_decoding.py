@@ -1,4 +1,4 @@
-"""Decoding steps are recorded and replayed.  Here is no GPU: a recording repeats the call."""
+"""Decoding steps are recorded and replayed; tests/recorder.py stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from tests.recorder import Recorder
 from toolkit.model import decoding
-from toolkit.model.decoding import WARM_UP, Decoding, Step
+from toolkit.model.decoding import WARM_UP, Decoding
 
 NEW, WINDOW = 24, 8
 
@@ -37,33 +37,6 @@ def generated(model: Any, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
     return done.sequences, torch.stack(done.logits)
 
 
-class Recorder:
-    """In place of a graph: executes nothing when it records, and repeats the step at each replay."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.recordings, self.replays = fails, 0, 0
-
-    def __call__(self, step: Step) -> tuple[Step, Any]:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        self.recordings += 1
-        output = MoeCausalLMOutputWithPast(logits=torch.zeros(0))
-        windows = [one for one in step.keywords["past_key_values"].layers if one.is_sliding]  # type: ignore[attr-defined]
-        recorded = [dict(vars(one)) for one in windows]
-
-        def replay() -> None:
-            self.replays += 1
-            for layer, then in zip(windows, recorded, strict=True):  # Python's part is what it was at the recording
-                now = layer.cumulative_length_int
-                vars(layer).update({name: then[name] for name in ("update", "cumulative_length_int") if name in then})
-            output.logits = step().logits
-            for layer in windows:
-                layer.cumulative_length_int = now
-                vars(layer).pop("update", None)
-
-        return replay, output
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Recordings of this test."""
@@ -79,7 +52,8 @@ def test_replayed_steps_are_the_models(model: Any, recorder: Recorder, prompt: i
     Decoding(model)
     for _ in range(2):  # each generation has its own recordings
         again, relogits = generated(model, prompt)
-        assert (again == tokens).all() and torch.allclose(relogits, logits, atol=1e-5)
+        assert (again == tokens).all()
+        torch.testing.assert_close(relogits, logits)
     assert (recorder.recordings, recorder.replays) == (2 * recordings, 2 * (NEW - 1 - WARM_UP))
 
 

@@ -52,6 +52,7 @@ from toolkit.model.tiny import folder_of
 GB10 = Machine("NVIDIA GB10", (12, 1), 128_000_000_000, unified=True, processor="aarch64", triton=(3, 7))
 H100 = Machine("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, triton=(3, 7))
 RTX_4090 = Machine("NVIDIA GeForce RTX 4090", (8, 9), 25_000_000_000, triton=(3, 7))
+RTX_5080 = Machine("NVIDIA GeForce RTX 5080", (12, 0), 16_600_000_000, triton=(3, 7))
 CPU = Machine(memory=16_000_000_000)
 DEFAULTS = program.TrainConfig()
 
@@ -67,13 +68,13 @@ def settings_of(
 # Settings
 
 
-@pytest.mark.parametrize("machine", [GB10, H100, RTX_4090])
+@pytest.mark.parametrize("machine", [GB10, H100, RTX_4090, RTX_5080])
 @pytest.mark.parametrize(("name", "packed"), [("unsloth/gpt-oss-20b", False), ("openai/gpt-oss-120b", False),
                                               ("unsloth/gpt-oss-20b-BF16", True), ("Qwen/Qwen3-8B", True)])  # fmt: skip
 def test_four_bits_are_the_default_but_for_what_is_published_in_them(name: str, packed: bool, machine: Machine) -> None:
-    """With two layers an H200 generated 1,496 tokens a second in gpt-oss's own MXFP4, and 1,168 in NF4.  But training
-    in MXFP4 takes more memory than a small GPU has."""
-    packed = packed or machine is RTX_4090
+    """An H200 takes 21 ms for a token of 32 completions in gpt-oss's own MXFP4, and 84 in NF4.  But training in MXFP4
+    takes more memory than a small GPU has."""
+    packed = packed or machine is RTX_5080
     load = settings_of(machine, DEFAULTS, name).load
     assert load["load_in_4bit"] is packed
     assert not load["load_in_16bit"]
@@ -81,8 +82,9 @@ def test_four_bits_are_the_default_but_for_what_is_published_in_them(name: str, 
 
 def test_a_small_gpu_evaluates_in_mxfp4_and_measures_what_it_can_train() -> None:
     """Only training takes more memory there; a form that is measured is taken later without a further question."""
-    assert not settings_of(RTX_4090, program.EvalConfig(model="")).load["load_in_4bit"]
-    assert forms(RTX_4090, "unsloth/gpt-oss-20b") == ["4bit"]
+    assert not settings_of(RTX_5080, program.EvalConfig(model="")).load["load_in_4bit"]
+    assert forms(RTX_5080, "unsloth/gpt-oss-20b") == ["4bit"]
+    assert forms(RTX_4090, "unsloth/gpt-oss-20b") == ["4bit", "stored"]
     assert forms(H100, "unsloth/gpt-oss-20b") == ["4bit", "stored", "16bit"]
 
 
@@ -207,14 +209,19 @@ def test_a_gpu_is_described_as_torch_sees_it() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_activations_are_recomputed_on_a_gpu_even_with_embeddings_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first parameter's device decided.  On a GPU with little memory that is the CPU."""
+    """The first parameter's device decided.  On a GPU with little memory that is the CPU.  And TRL switches it on again
+    after each generation, without saying how: in PyTorch's own way an H200 took 82 GB instead of 18."""
     import torch
 
     told: dict[str, Any] = {}
-    loader = SimpleNamespace(get_peft_model=lambda _, **options: told.update(options))
+    base = SimpleNamespace(gradient_checkpointing_enable=lambda **options: told.update(options))
+    adapted = SimpleNamespace(get_base_model=lambda: base)
+    loader = SimpleNamespace(get_peft_model=lambda _, **options: told.update(options) or adapted)
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(FastLanguageModel=loader))
     program.add_adapters(torch.nn.Embedding(4, 2), DEFAULTS)
     assert told["use_gradient_checkpointing"] is True
+    base.gradient_checkpointing_enable()
+    assert told["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
 
 
 def test_auto_is_gpt_oss_with_a_gpu_and_the_embedded_model_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,18 +315,19 @@ def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
     assert sixteen["weights"] == pytest.approx(2 * 20.91e9, rel=0.001)
     assert four["keys and values"] == 32 * 1336 * 49_152
     assert four["adapters"] == pytest.approx(46.2e6 * 16, rel=0.01)
-    assert four["update"] == 4 * 8 * 768 * 201_088 * 2
+    assert four["update"] == 2 * 8 * 768 * 201_088 * 2
 
 
-@pytest.mark.parametrize(("layers", "peak"), [(2, 6.7e9), (24, 30.9e9)])
-def test_the_memory_of_training_in_mxfp4_is_what_an_h200_took(layers: int, peak: float, tmp_path: Path) -> None:
-    """With all layers it took 14 GB more than was counted.  The prompt had about as many tokens as is provided for."""
+def test_the_memory_of_training_in_mxfp4_is_what_an_h200_took(tmp_path: Path) -> None:
+    """18.3 GB with the default options, of which a GPU with 24 GB has enough.  With a prompt of 30 tokens; about 540
+    more are provided for."""
     from transformers import GptOssConfig
 
-    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32).to_dict()
+    config = GptOssConfig(num_hidden_layers=24, num_local_experts=32).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    needed = memory_needed(str(tmp_path), program.TrainConfig(max_new_tokens=200))
-    assert sum(needed.values()) - needed["CUDA"] == pytest.approx(peak, rel=0.1)
+    needed = memory_needed(str(tmp_path), DEFAULTS)
+    assert 18.3e9 < sum(needed.values()) - needed["CUDA"] < 1.15 * 18.3e9
+    assert sum(needed.values()) < RTX_4090.memory
 
 
 def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:
@@ -356,7 +364,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_memory")
 def test_too_little_memory_is_a_warning_that_names_what_takes_it(gpt_oss: Path) -> None:
     warning = memory_warning(str(gpt_oss), H100, DEFAULTS)
-    for words in ("about 27 GB (weights 12.", "keys and values 2.1", "and 16 are free", "lower --batch-size"):
+    for words in ("about 22 GB (weights 12.", "keys and values 2.1", "and 16 are free", "lower --batch-size"):
         assert words in warning
     assert "\n" not in warning
 
@@ -435,7 +443,7 @@ def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -
     assert lines(text, "ok") == ["jail", "model"]
     told, text = examined(GB10, DoctorConfig(str(gpt_oss)))
     assert told["warnings"] == []
-    assert told["checks"]["memory"] == "about 27 GB needed"
+    assert told["checks"]["memory"] == "about 22 GB needed"
     assert "4-bit NF4" in text
 
 

@@ -1,8 +1,8 @@
 """A token of all completions by one launch: the decoding step as a CUDA graph.
 
-The processor launches 3,261 kernels for a token of gpt-oss-20b, and the GPU waits for it.  A graph holds them all: the
-step is recorded once in each call of `generate`, which takes as long as a few tokens, and replayed from then on.
-torch.compile, the libraries' own way, takes half a minute for each shape, and TRL switches it off.
+The processor launches 3,261 kernels for a token of gpt-oss-20b, and the GPU waits for it.  A graph holds them all: in
+each call of `generate` the step is recorded, in the time of a few tokens, and replayed from then on.  torch.compile,
+the libraries' own way, takes half a minute for each shape, and TRL switches it off.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class Steps:
 
     def _record(self, inputs: dict[str, Any], windows: list[Any], full: list[bool]) -> None:
         """Record a step, which changes no tensor yet, and leave Python's part of the cache as it was."""
+        import torch
+
         self._replay = None
         lengths = [layer.cumulative_length_int for layer in windows]
         for layer in compress(windows, full):
@@ -97,7 +99,9 @@ class Steps:
         try:
             self._replay, self._output = record(partial(self._decoding.model, **inputs))
             self._inputs, self._full = inputs, full
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a kernel that cannot be recorded
             self._decoding.works = False
             reason = str(error).partition("\n")[0]
             warnings.warn(f"tokens are generated without a CUDA graph: {reason}", stacklevel=2)
@@ -119,4 +123,6 @@ class Decoding:
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
         layers = getattr(inputs.get("past_key_values"), "layers", [])
-        return bool(layers) and self.works and all(type(one) in (StaticLayer, StaticSlidingWindowLayer) for one in layers)
+        return (
+            bool(layers) and self.works and all(type(one) in (StaticLayer, StaticSlidingWindowLayer) for one in layers)
+        )
