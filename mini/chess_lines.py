@@ -677,11 +677,13 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
             config.control_lr,
             seconds=learner.seconds,
         )
+        save_model(control, task.tokens, run.folder / "supervised")
         reports["supervised"] = evaluate(control, task, sampling)
         say(f"rejection sampling from the same start: the likelihood of each group's best, {learner.step} steps")
         rejecting = beginner("best")
         for _ in train(rejecting, task, dataclasses.replace(config, steps=learner.step), sampling):
             pass
+        save_model(rejecting.model, task.tokens, run.folder / "rejection")
         reports["rejection"] = evaluate(rejecting.model, task, sampling)
     say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +70,25 @@ def test_without_a_graph_it_generates_as_before(model: Any, recorder: Recorder) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         assert (generated(model, 12)[0] == tokens).all()
+
+
+def test_nothing_compiled_is_recorded(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training Unsloth ran experts in NF4 as torch.compile had made them, with CUDA graphs of their own, which an
+    H200 could not record."""
+    eager, seen = list[bool](), list[bool]()
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        eager.append(True)
+        yield
+        eager.append(False)
+
+    monkeypatch.setitem(sys.modules, "unsloth_zoo.temporary_patches.utils", SimpleNamespace(unsloth_eager_decode=scope))
+    model.register_forward_pre_hook(lambda *_: seen.append(bool(eager) and eager[-1]))
+    Decoding(model)
+    generated(model, 12)
+    assert seen == [False] + [True] * (NEW - 1)  # the prompt, and each step
+    assert recorder.recordings == 1
 
 
 def test_a_cache_that_grows_is_left_alone(model: Any, recorder: Recorder) -> None:

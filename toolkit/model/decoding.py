@@ -7,6 +7,8 @@ the libraries' own way, takes half a minute for each shape, and TRL switches it 
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -76,11 +78,11 @@ class Steps:
         # Without positions the model would count them on the processor, and the recording would repeat one.
         if self._warm < WARM_UP or not self._decoding.works or inputs.get("position_ids") is None:
             self._warm += 1
-            return self._decoding.model(**inputs)
+            return self._decoding.step(**inputs)
         if self._replay is None or full != self._full:
             self._record(copied(inputs), windows, full)
         if self._replay is None:
-            return self._decoding.model(**inputs)
+            return self._decoding.step(**inputs)
         for own, new in zip(tensors(self._inputs), tensors(inputs), strict=True):
             own.copy_(new)
         self._replay()
@@ -97,7 +99,7 @@ class Steps:
         for layer in compress(windows, full):
             layer.update = partial(slide, layer)
         try:
-            self._replay, self._output = record(partial(self._decoding.model, **inputs))
+            self._replay, self._output = record(partial(self._decoding.step, **inputs))
             self._inputs, self._full = inputs, full
         except torch.OutOfMemoryError:
             raise
@@ -118,6 +120,12 @@ class Decoding:
         self.model, self.works = model, True
         model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
         model.get_compiled_call = lambda _config: Steps(self)
+
+    def step(self, **inputs: Any) -> Any:
+        """A step, without what Unsloth has compiled: with experts in NF4 that has CUDA graphs of its own."""
+        unsloth = sys.modules.get("unsloth_zoo.temporary_patches.utils")
+        with unsloth.unsloth_eager_decode() if unsloth else contextlib.nullcontext():
+            return self.model(**inputs)
 
     def _applies(self, inputs: Mapping[str, Any], _config: Any) -> bool:
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
