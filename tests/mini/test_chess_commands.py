@@ -187,11 +187,13 @@ def chess_run(quick: tuple[object, ...], tmp_path_factory: pytest.TempPathFactor
 
 
 def test_chess_reports_before_and_after(chess_run: Trained) -> None:
-    _, said, told = chess_run
+    folder, said, told = chess_run
     names = {"reward", "validity", "exact_fen", "fen_similarity", "best_move", "legal", "king", "moves"}
     for moment in ("before", "before, likeliest", "after", "supervised", "rejection"):
         assert set(told[moment]) == names | {"P", "A"}
         assert set(told[moment]["P"]) == set(told[moment]["A"]) == names
+    for kept in ("model", "supervised", "rejection"):
+        assert (folder / kept / "model.safetensors").is_file()
     assert 0 < told["train_seconds"] < told["seconds"]
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert len(steps) == told["steps"] == STEPS
