@@ -1143,7 +1143,7 @@ class ModelOptions:
     max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 768, with reasoning 1024 to 4096
     max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; at least 568 + max_new_tokens
     eval_batch_size: Annotated[int, (1, 1024)] = 32  # completions generated at a time in evaluation
-    # On a GPU; auto: what doctor --measure found, otherwise gpt-oss as stored (MXFP4) from 60 GB on, others in 4 bits.
+    # On a GPU; auto: what doctor --measure found, otherwise gpt-oss as stored (MXFP4) from 24 GB on, others in 4 bits.
     weights: Literal["auto", "4bit", "stored", "16bit"] = "auto"
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from toolkit.model.decoding import Step
 
@@ -10,30 +11,40 @@ from toolkit.model.decoding import Step
 class Recorder:
     """In place of decoding.record."""
 
-    def __init__(self) -> None:
-        self.fails, self.recordings, self.replays = False, 0, 0
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict  # no copies from the processor; Unsloth's kernels make none, what stands in for them does
+        self.error: RuntimeError | None = None  # which recording raises
+        self.attempts, self.replays = 0, 0
 
     def __call__(self, step: Step) -> tuple[Step, Any]:
-        """What repeats the step, and its output."""
+        """What repeats the step, and its output.  Python's part of it is done now, and nothing that a GPU would do."""
         import torch
         from transformers.modeling_outputs import MoeCausalLMOutputWithPast  # unsloth has to be imported before
 
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        self.recordings += 1
         cache = step.keywords["past_key_values"]  # type: ignore[attr-defined]
+        recorded = [dict(vars(layer)) for layer in cache.layers]
+        held = [value for then in recorded for value in then.values() if isinstance(value, torch.Tensor)]
+        before = [tensor.clone() for tensor in held]
+        self.attempts += 1
+        if self.error:
+            raise self.error
+        forbidden = RuntimeError("a copy from the processor cannot be recorded")
+        try:
+            with mock.patch.object(torch, "tensor", side_effect=forbidden if self.strict else torch.tensor):
+                step()
+        finally:
+            for tensor, value in zip(held, before, strict=True):
+                tensor.copy_(value)
         output = MoeCausalLMOutputWithPast(logits=torch.zeros(0), past_key_values=cache)
-        windows = [layer for layer in cache.layers if layer.is_sliding]
-        recorded = [dict(vars(layer)) for layer in windows]
 
         def replay() -> None:
             self.replays += 1
-            lengths = [layer.cumulative_length_int for layer in windows]
-            for layer, then in zip(windows, recorded, strict=True):  # what Python does was done at the recording
-                vars(layer).update({name: then[name] for name in ("update", "cumulative_length_int") if name in then})
+            now = [dict(vars(layer)) for layer in cache.layers]
+            for layer, then in zip(cache.layers, recorded, strict=True):
+                vars(layer).update(then)
             output.logits = step().logits
-            for layer, length in zip(windows, lengths, strict=True):
-                layer.cumulative_length_int = length
-                vars(layer).pop("update", None)
+            for layer, today in zip(cache.layers, now, strict=True):
+                vars(layer).clear()
+                vars(layer).update(today)
 
         return replay, output

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.recorder import Recorder
 from toolkit.model import decoding
@@ -44,7 +44,7 @@ def generated(model: Any, prompt: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Recordings of this test."""
-    made = Recorder()
+    made = Recorder(strict=True)
     monkeypatch.setattr(decoding, "record", made)
     return made
 
@@ -58,18 +58,71 @@ def test_replayed_steps_are_the_models(model: Any, recorder: Recorder, prompt: i
         again, relogits = generated(model, prompt)
         assert (again == tokens).all()
         torch.testing.assert_close(relogits, logits)
-    assert (recorder.recordings, recorder.replays) == (2 * recordings, 2 * (NEW - 1 - WARM_UP))
+    assert (recorder.attempts, recorder.replays) == (2 * recordings, 2 * (NEW - 1 - WARM_UP))
+
+
+def test_an_adapters_base_is_what_generates(model: Any, recorder: Recorder) -> None:
+    """The adapter of a finished run is loaded as a model around its base."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    Decoding(adapted)
+    generated(adapted, 12)
+    assert recorder.attempts == 1
 
 
 def test_without_a_graph_it_generates_as_before(model: Any, recorder: Recorder) -> None:
+    """What cannot be recorded is not tried again, and said once."""
     tokens, _ = generated(model, 12)
-    recorder.fails = True
+    recorder.error = RuntimeError("operation not permitted when stream is capturing\nand more")
     Decoding(model)
     with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted when stream is capturing$"):
         assert (generated(model, 12)[0] == tokens).all()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")
         assert (generated(model, 12)[0] == tokens).all()
+    assert recorder.attempts == 1
+
+
+def test_where_memory_runs_out_a_step_may_fit_without_a_graph(model: Any, recorder: Recorder) -> None:
+    """The next generation may be smaller."""
+    tokens, _ = generated(model, 12)
+    recorder.error = torch.OutOfMemoryError()
+    Decoding(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all((generated(model, 12)[0] == tokens).all() for _ in range(2))
+    assert recorder.attempts == 2
+
+
+def leave_positions_out(model: Any) -> None:
+    prepare = model.prepare_inputs_for_generation
+
+    def without(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in prepare(*args, **kwargs).items() if name != "position_ids"}
+
+    model.prepare_inputs_for_generation = without
+
+
+def look_at_blocks(model: Any) -> None:
+    model.set_attn_implementation("flex_attention")
+
+
+def move_embeddings(model: Any) -> None:
+    model.get_input_embeddings = lambda: SimpleNamespace(weight=torch.empty(0, device="meta"))
+
+
+@pytest.mark.parametrize("change", [leave_positions_out, look_at_blocks, move_embeddings])
+def test_what_a_recording_would_not_see_is_not_recorded(change: Any, recorder: Recorder) -> None:
+    """Positions that Python counts, the mask of FlexAttention, and embeddings in RAM."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, pad_token_id=0, eos_token_id=1, **sizes)).eval()
+    change(model)
+    tokens, _ = generated(model, 12)
+    Decoding(model)
+    assert (generated(model, 12)[0] == tokens).all()
+    assert recorder.attempts == 0
 
 
 def test_nothing_compiled_is_recorded(model: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +140,11 @@ def test_nothing_compiled_is_recorded(model: Any, recorder: Recorder, monkeypatc
     model.register_forward_pre_hook(lambda *_: seen.append(bool(eager) and eager[-1]))
     Decoding(model)
     generated(model, 12)
-    assert seen == [False] + [True] * (NEW - 1)  # the prompt, and each step
-    assert recorder.recordings == 1
+    assert seen == [False] + [True] * NEW  # the prompt, each step, and the recording
+    assert recorder.attempts == 1
 
 
 def test_a_cache_that_grows_is_left_alone(model: Any, recorder: Recorder) -> None:
     Decoding(model)
     model.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=NEW, do_sample=False)
-    assert recorder.recordings == 0
+    assert recorder.attempts == 0

@@ -23,7 +23,7 @@ import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT
 from tests.preloaded import SCRIPT, Server, run
-from toolkit.model import machine
+from toolkit.model import decoding, machine
 from toolkit.run.reading import read_curves
 
 pytestmark = pytest.mark.long
@@ -198,16 +198,20 @@ def count_forwards(*arguments: str) -> None:
     program.add_adapters = counted
     assert program.main(["train", *arguments]) == 0
     print(f"{len(recomputed)} forward passes with a gradient, {sum(recomputed)} of them recomputed as Unsloth needs it")
+    trained = decoding.record.replays  # type: ignore[attr-defined]
+    folder = str(Path(arguments[-1], "run"))
+    assert program.main(["eval", folder, *map(str, HELD_OUT), "--games", "2"]) == 0
+    print(f"replayed in training: {trained > 0}, after it: {decoding.record.replays > trained}")  # type: ignore[attr-defined]
 
 
 def test_a_micro_batch_is_one_forward_pass(server: Server, tmp_path: Path) -> None:
     """Each row had its own: eight times the work, since every pass unpacks all experts.  After generating, TRL switched
     checkpointing on in PyTorch's own way, in which Unsloth's experts keep what they compute."""
-    said = on_gpu(server, *MODEL, "--output-dir", tmp_path, *SMALL, "--generations", 4, "--batch-size", 4,
-                  "--accumulation", 2, "--steps", 1, "--max-new-tokens", 8,
-                  script=f"{__name__}:{count_forwards.__name__}")  # fmt: skip
+    words = (*SMALL, "--generations", 4, "--batch-size", 4, "--accumulation", 2, "--steps", 1, "--max-new-tokens", 8)
+    script = f"{__name__}:{count_forwards.__name__}"
+    said = on_gpu(server, *MODEL, *words, "--run-name", "run", "--output-dir", tmp_path, script=script)
     assert "2 forward passes with a gradient, 2 of them recomputed" in said
-    assert "without a CUDA graph" not in said
+    assert "replayed in training: True, after it: True" in said
 
 
 def show_the_weights(*options: str) -> None:

@@ -1,13 +1,14 @@
 """A token of all completions by one launch: the decoding step as a CUDA graph.
 
-The processor launches 3,261 kernels for a token of gpt-oss-20b, and the GPU waits for it.  A graph holds them all: in
-each call of `generate` the step is recorded, in the time of a few tokens, and replayed from then on.  torch.compile,
-the libraries' own way, takes half a minute for each shape, and TRL switches it off.
+The processor launches thousands of kernels for a token of gpt-oss-20b, and the GPU waits for it.  A graph holds them
+all: in each call of `generate` the step is recorded, in the time of a few tokens, and replayed from then on.
+torch.compile, the libraries' own way, takes half a minute for each shape, and TRL switches it off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +27,28 @@ def record(step: Step) -> tuple[Step, Any]:
     """Record a step on the GPU, without executing it: what executes it, and its output, which each replay rewrites."""
     import torch
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = step()
+    except BaseException:
+        torch.cuda.set_stream(stream)  # a recording that CUDA has ended does not leave its own
+        raise
     return graph.replay, output
 
 
+def is_known(value: Any) -> bool:
+    """Whether an input of a step is a tensor, or stays what it is.  The mask of FlexAttention is neither."""
+    import torch
+    from transformers import Cache
+
+    if isinstance(value, dict):  # masks by the kind of layer
+        return all(map(is_known, value.values()))
+    return value is None or isinstance(value, torch.Tensor | Cache | bool | int | float | str)
+
+
 def tensors(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among a step's inputs; the masks of several kinds of layers are a dictionary."""
+    """The tensors among a step's inputs."""
     import torch
 
     for value in inputs.values():
@@ -67,7 +82,8 @@ class Steps:
     """Decoding steps of one call of `generate`, in place of the model's forward."""
 
     def __init__(self, decoding: Decoding) -> None:
-        self._decoding, self._warm = decoding, 0
+        self._decoding = decoding
+        self._plain: float = WARM_UP  # steps that are still to be done without a recording
         self._replay: Step | None = None
         self._full: list[bool] = []  # which sliding windows were, at the recording: a full one does something else
 
@@ -76,12 +92,12 @@ class Steps:
         windows = [layer for layer in inputs["past_key_values"].layers if layer.is_sliding]
         full = [layer.cumulative_length_int >= layer.max_cache_len for layer in windows]
         # Without positions the model would count them on the processor, and the recording would repeat one.
-        if self._warm < WARM_UP or not self._decoding.works or inputs.get("position_ids") is None:
-            self._warm += 1
-            return self._decoding.step(**inputs)
-        if self._replay is None or full != self._full:
+        if inputs.get("position_ids") is None or not all(map(is_known, inputs.values())):
+            self._plain = math.inf
+        if self._plain == 0 and (self._replay is None or full != self._full):
             self._record(copied(inputs), windows, full)
-        if self._replay is None:
+        if self._plain > 0 or self._replay is None:
+            self._plain -= 1
             return self._decoding.step(**inputs)
         for own, new in zip(tensors(self._inputs), tensors(inputs), strict=True):
             own.copy_(new)
@@ -94,19 +110,18 @@ class Steps:
         """Record a step, which changes no tensor yet, and leave Python's part of the cache as it was."""
         import torch
 
-        self._replay = None
         lengths = [layer.cumulative_length_int for layer in windows]
         for layer in compress(windows, full):
             layer.update = partial(slide, layer)
         try:
             self._replay, self._output = record(partial(self._decoding.step, **inputs))
             self._inputs, self._full = inputs, full
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a kernel that cannot be recorded
-            self._decoding.works = False
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"tokens are generated without a CUDA graph: {reason}", stacklevel=2)
+        except RuntimeError as error:
+            self._plain = math.inf
+            if not isinstance(error, torch.OutOfMemoryError):  # a kernel that cannot be recorded
+                self._decoding.works = False
+                reason = str(error).partition("\n")[0]
+                warnings.warn(f"tokens are generated without a CUDA graph: {reason}", stacklevel=2)
         finally:
             for layer, length in zip(windows, lengths, strict=True):
                 layer.cumulative_length_int = length
@@ -117,20 +132,24 @@ class Decoding:
     """Lets `generate` of a model on a GPU replay its decoding steps, wherever its cache has a fixed size."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.works = model, True
-        model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
-        model.get_compiled_call = lambda _config: Steps(self)
+        self.model = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )  # of an adapter: it generates
+        self.works = True
+        self.model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
+        self.model.get_compiled_call = lambda _config: Steps(self)
 
     def step(self, **inputs: Any) -> Any:
         """A step, without what Unsloth has compiled: with experts in NF4 that has CUDA graphs of its own."""
-        unsloth = sys.modules.get("unsloth_zoo.temporary_patches.utils")
-        with unsloth.unsloth_eager_decode() if unsloth else contextlib.nullcontext():
+        zoo = sys.modules.get("unsloth_zoo.temporary_patches.utils")
+        with zoo.unsloth_eager_decode() if zoo else contextlib.nullcontext():
             return self.model(**inputs)
 
     def _applies(self, inputs: Mapping[str, Any], _config: Any) -> bool:
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
         layers = getattr(inputs.get("past_key_values"), "layers", [])
-        return (
-            bool(layers) and self.works and all(type(one) in (StaticLayer, StaticSlidingWindowLayer) for one in layers)
-        )
+        fixed = bool(layers) and all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in layers)
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        in_ram = len({end.weight.device for end in ends}) > 1  # the embeddings: a recording cannot wait for them
+        return self.works and fixed and not in_ram

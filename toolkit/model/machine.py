@@ -49,6 +49,7 @@ def prepare_environment(offline: bool) -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "torchinductor"),  # its code is run, and anyone can write /tmp
         "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
         "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
+        "UNSLOTH_COMPILE_DECODE": "0",  # decoding.py instead
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of torch would take the cores that the players need
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
@@ -254,7 +255,7 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
         return Choice(kept["weights"], why)
     if getattr(config, "lora_rank", 0) and not has_room_for_mxfp4(machine, name):
         return Choice("4bit", why="training in MXFP4 takes more memory")
-    if is_in_mxfp4(name):  # docs/gpu.md has the figures: 21 ms for a token of 32 completions in MXFP4, 84 in NF4
+    if is_in_mxfp4(name):  # docs/gpu.md has the figures
         return Choice("stored", why="generates faster than in NF4; doctor --measure compares them here")
     return Choice()
 
@@ -558,8 +559,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
 
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
-    generated together.  The update is counted as twice its scores over the vocabulary in 16 bits: with gpt-oss-20b's
-    shape in MXFP4 and the default options, 797 tokens with the prompt, an H200 took 18.3 GB in all.
+    generated together.  The update takes four times the size that its scores over the vocabulary have in 16 bits.  In
+    MXFP4 with Unsloth it takes twice: with gpt-oss-20b's shape and the default options an H200 took 18.3 GB in all.
     """
     try:
         model_config = config_of(str(adapter_base(name) or name))
@@ -586,6 +587,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         for name, shape in shapes.items()
         if len(shape) > 1 and not whole.search(name) and place in name
     )
+    in_mxfp4 = packing.get("quant_method") == "mxfp4" and not unpacked and config.weights != "4bit"
+    scores = 2.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
     return {
@@ -593,7 +596,7 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
         "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
-        "update": 4.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size,
+        "update": (2.0 if in_mxfp4 else 4.0) * scores,
         "CUDA": 1.5e9,
     }
 
