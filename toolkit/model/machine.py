@@ -334,6 +334,7 @@ def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
             "gpt-oss: flex in training, eager in generation",
             "flash-attn and xformers do not fit its attention sinks",
         ),
+        ("generation", "a CUDA graph for each batch", "one launch for a token instead of thousands"),
         ("ptxas", *ptxas),
     )
     return Settings(load, environment, rows)
