@@ -115,17 +115,15 @@ def measure(part: Part, args: Args) -> list[dict[str, Any]]:
 
 def main(args: Args) -> int:
     """Run the parts.  Returns 1 if a command failed."""
-    table, failed = (
-        Table("part", "command", "status", "s", "tokens/s", "step s", "ms/token", "no graph", "gap", "GB"),
-        False,
-    )
+    table = Table("part", "command", "status", "s", "tokens/s", "step s", "ms/token", "no graph", "gap", "GB")
+    failed = False
     for part in args.parts:
         for done in measure(part, args):
             failed |= done["status"] != 0
             words = " ".join(word for word in done["words"] if "/" not in word)
             for row in [told["measured"] for told in done["told"] if "measured" in told] or [None]:
                 figures = (
-                    ["", "", "", "", "", ""]
+                    [""] * 6
                     if row is None
                     else [
                         f"{row['tokens'] / row['generate']:.0f}",
