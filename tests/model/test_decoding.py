@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,24 +95,31 @@ def test_where_memory_runs_out_a_step_may_fit_without_a_graph(model: Any, record
     assert recorder.attempts == 2
 
 
-def leave_positions_out(model: Any) -> None:
+def change_inputs(model: Any, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what transformers' sampling loop gives to each step."""
     prepare = model.prepare_inputs_for_generation
 
-    def without(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {name: value for name, value in prepare(*args, **kwargs).items() if name != "position_ids"}
+    def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(*args, **kwargs)
+        change(inputs)
+        return inputs
 
-    model.prepare_inputs_for_generation = without
+    model.prepare_inputs_for_generation = changed
 
 
-def look_at_blocks(model: Any) -> None:
-    model.set_attn_implementation("flex_attention")
+def leave_positions_out(model: Any) -> None:
+    change_inputs(model, lambda inputs: inputs.pop("position_ids"))
+
+
+def give_an_object(model: Any) -> None:
+    change_inputs(model, lambda inputs: inputs.update(mask_of_blocks=object()))
 
 
 def move_embeddings(model: Any) -> None:
     model.get_input_embeddings = lambda: SimpleNamespace(weight=torch.empty(0, device="meta"))
 
 
-@pytest.mark.parametrize("change", [leave_positions_out, look_at_blocks, move_embeddings])
+@pytest.mark.parametrize("change", [leave_positions_out, give_an_object, move_embeddings])
 def test_what_a_recording_would_not_see_is_not_recorded(change: Any, recorder: Recorder) -> None:
     """Positions that Python counts, the mask of FlexAttention, and embeddings in RAM."""
     torch.manual_seed(0)

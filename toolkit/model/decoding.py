@@ -79,10 +79,11 @@ def slide(layer: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tupl
 
 
 class Steps:
-    """Decoding steps of one call of `generate`, in place of the model's forward."""
+    """Decoding steps of one call of `generate`, in place of the model's forward `step`.  `give_up` hears of a step that
+    cannot be recorded."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding = decoding
+    def __init__(self, step: Callable[..., Any], give_up: Callable[[], None]) -> None:
+        self._step, self._give_up = step, give_up
         self._plain: float = WARM_UP  # steps that are still to be done without a recording
         self._replay: Step | None = None
         self._full: list[bool] = []  # which sliding windows were, at the recording: a full one does something else
@@ -98,7 +99,7 @@ class Steps:
             self._record(copied(inputs), windows, full)
         if self._plain > 0 or self._replay is None:
             self._plain -= 1
-            return self._decoding.step(**inputs)
+            return self._step(**inputs)
         for own, new in zip(tensors(self._inputs), tensors(inputs), strict=True):
             own.copy_(new)
         self._replay()
@@ -114,12 +115,12 @@ class Steps:
         for layer in compress(windows, full):
             layer.update = partial(slide, layer)
         try:
-            self._replay, self._output = record(partial(self._decoding.step, **inputs))
+            self._replay, self._output = record(partial(self._step, **inputs))
             self._inputs, self._full = inputs, full
         except RuntimeError as error:
             self._plain = math.inf
             if not isinstance(error, torch.OutOfMemoryError):  # a kernel that cannot be recorded
-                self._decoding.works = False
+                self._give_up()
                 reason = str(error).partition("\n")[0]
                 warnings.warn(f"tokens are generated without a CUDA graph: {reason}", stacklevel=2)
         finally:
@@ -137,13 +138,17 @@ class Decoding:
         )  # of an adapter: it generates
         self.works = True
         self.model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
-        self.model.get_compiled_call = lambda _config: Steps(self)
+        self.model.get_compiled_call = lambda _config: Steps(self.step, self.give_up)
 
     def step(self, **inputs: Any) -> Any:
         """A step, without what Unsloth has compiled: with experts in NF4 that has CUDA graphs of its own."""
         zoo = sys.modules.get("unsloth_zoo.temporary_patches.utils")
         with zoo.unsloth_eager_decode() if zoo else contextlib.nullcontext():
             return self.model(**inputs)
+
+    def give_up(self) -> None:
+        """Record nothing from now on."""
+        self.works = False
 
     def _applies(self, inputs: Mapping[str, Any], _config: Any) -> bool:
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
