@@ -138,7 +138,7 @@ def one_after_the_other(folder: Path, name: str) -> Iterator[None]:
 
 
 def embedded_model(common: Path) -> Path:
-    """The embedded model: from the user's cache, or warm-started, which takes about a minute."""
+    """The embedded model, in the user's cache."""
     machine.prepare_environment(offline=True)
     with one_after_the_other(common, "base"):
         return tiny.warm_start(program.game_spec())

@@ -95,6 +95,35 @@ def test_what_changes_the_weights_also_changes_the_version(tmp_path: Path) -> No
     assert losses == pytest.approx([7.2142, 6.6454], rel=1e-3)
 
 
+def test_the_default_layouts_model_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All machines begin from it.  If there is none for a new tiny.VERSION, CLAUDE.md says how to make it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tiny, "train_model", None)
+    folder = tiny.warm_start(program.game_spec())
+    weights = (folder / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest()[:16] == "26b785db90559128"
+    assert tiny.layout_of(folder) == "bepo"
+
+
+@pytest.mark.long
+def test_the_shipped_model_is_the_warm_starts(base: Path, tmp_path: Path) -> None:
+    """Trained again it answers as well, with the same tokenizer, and on the same processor it has the same weights."""
+    from transformers import AutoTokenizer, GptOssForCausalLM
+
+    spec, rng, losses = program.game_spec(), random.Random(1), list[float]()
+    tiny.train_model(tmp_path, spec, tiny.SEED, tiny.DEFAULT_CONFIG, lambda *_: None)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    batch = [tiny.conversation(rng, spec) for _ in range(100)]
+    text = tokenizer.apply_chat_template(batch[0][:1], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text + spec.final_channel)["input_ids"]
+    answers = tokenizer([answer["content"] + "<|return|>" for _, answer in batch])["input_ids"]
+    for folder in (base, tmp_path):
+        model = GptOssForCausalLM.from_pretrained(folder)
+        losses.append(tiny.answer_loss(model, prompt, answers).item() / sum(map(len, answers)))
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
 def test_the_cache_has_a_folder_for_each_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = {layout: tiny.folder_of(layout) for layout in program.LAYOUTS}

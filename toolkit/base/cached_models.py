@@ -20,7 +20,7 @@ def is_whole(folder: Path) -> bool:
     return False
 
 
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
     """A model's folder, which `make` fills unless it is there already, undamaged.
 
     It is filled next to its final place and then renamed, so it is never incomplete.

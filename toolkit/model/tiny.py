@@ -3,7 +3,8 @@
 It has the architecture, the special tokens and the chat format of gpt-oss-20b, so training and evaluation take the same
 path with both.  `warm_start` makes it from nothing: it composes random programs (compose.py), trains a tokenizer on
 them, trains the model to answer prompts with such programs, and caches the result.  The game's side (prompts, keys)
-comes in as a `GameSpec`.
+comes in as a `GameSpec`.  The default layout's model stands beside this file, because processors round differently, and
+after the warm start their models have little in common.
 
 Shapes: B answers, P tokens of the prompt, T tokens of the longest answer, V tokens of the vocabulary.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,7 +267,8 @@ def warm_start(
     folder: Path | None = None,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> Path:
-    """Train the embedded model unless its folder is there already, undamaged.  Returns the folder.
+    """Train the embedded model, or copy the one that is shipped, unless its folder is there already, undamaged.
+    Returns the folder.
 
     `folder` None is the user's cache, which only keeps models with the default config.  `progress` gets (step, steps,
     loss) after each step.
@@ -274,4 +277,7 @@ def warm_start(
         if config != DEFAULT_CONFIG:
             raise ValueError("the cache only keeps models with the default config: name a folder")
         folder = folder_of(spec.layout, seed)
+        shipped = Path(__file__).parent / folder.name
+        if shipped.is_dir():
+            return made_once(folder, lambda unfinished: shutil.copytree(shipped, unfinished, dirs_exist_ok=True))
     return made_once(folder, lambda unfinished: train_model(unfinished, spec, seed, config, progress))
