@@ -107,7 +107,7 @@ def test_the_default_layouts_model_is_shipped(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.long
 def test_the_shipped_model_is_the_warm_starts(base: Path, tmp_path: Path) -> None:
-    """Trained again it answers as well, with the same tokenizer, and on the same processor it has the same weights."""
+    """Trained again, on any processor, it answers as well, with the same tokenizer."""
     from transformers import AutoTokenizer, GptOssForCausalLM
 
     spec, rng, losses = program.game_spec(), random.Random(1), list[float]()

@@ -37,25 +37,32 @@ def record(step: Step) -> tuple[Step, Any]:
     return graph.replay, output
 
 
-def is_known(value: Any) -> bool:
-    """Whether an input of a step is a tensor, or stays what it is.  The mask of FlexAttention is neither."""
+def leaves(inputs: Mapping[str, Any]) -> Iterator[Any]:
+    """A step's inputs, one by one; the masks of several kinds of layers are a dictionary."""
+    for value in inputs.values():
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+def is_known(inputs: Mapping[str, Any]) -> bool:
+    """Whether each input is a tensor or stays what it is, unlike FlexAttention's mask.
+
+    Without positions the model would count them on the processor, and the recording would repeat one.
+    """
     import torch
     from transformers import Cache
 
-    if isinstance(value, dict):  # masks by the kind of layer
-        return all(map(is_known, value.values()))
-    return value is None or isinstance(value, torch.Tensor | Cache | bool | int | float | str)
+    known = (torch.Tensor, Cache, bool, int, float, str, type(None))
+    return inputs.get("position_ids") is not None and all(isinstance(value, known) for value in leaves(inputs))
 
 
-def tensors(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def tensors(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among a step's inputs."""
     import torch
 
-    for value in inputs.values():
-        if isinstance(value, dict):
-            yield from tensors(value)
-        elif isinstance(value, torch.Tensor):
-            yield value
+    return [value for value in leaves(inputs) if isinstance(value, torch.Tensor)]
 
 
 def copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,16 +93,13 @@ class Steps:
         self._step, self._give_up = step, give_up
         self._plain: float = WARM_UP  # steps that are still to be done without a recording
         self._replay: Step | None = None
-        self._full: list[bool] = []  # which sliding windows were, at the recording: a full one does something else
+        self._full: list[bool] | None = None  # which windows were, at the recording: a full one does something else
 
     def __call__(self, **inputs: Any) -> Any:
         """A step with the inputs of transformers' sampling loop: the model's output."""
         windows = [layer for layer in inputs["past_key_values"].layers if layer.is_sliding]
         full = [layer.cumulative_length_int >= layer.max_cache_len for layer in windows]
-        # Without positions the model would count them on the processor, and the recording would repeat one.
-        if inputs.get("position_ids") is None or not all(map(is_known, inputs.values())):
-            self._plain = math.inf
-        if self._plain == 0 and (self._replay is None or full != self._full):
+        if self._plain == 0 and full != self._full:
             self._record(copied(inputs), windows, full)
         if self._plain > 0 or self._replay is None:
             self._plain -= 1
@@ -111,6 +115,9 @@ class Steps:
         """Record a step, which changes no tensor yet, and leave Python's part of the cache as it was."""
         import torch
 
+        if not is_known(inputs):
+            self._plain = math.inf
+            return
         lengths = [layer.cumulative_length_int for layer in windows]
         for layer in compress(windows, full):
             layer.update = partial(slide, layer)
@@ -133,9 +140,8 @@ class Decoding:
     """Lets `generate` of a model on a GPU replay its decoding steps, wherever its cache has a fixed size."""
 
     def __init__(self, model: Any) -> None:
-        self.model = (
-            model.get_base_model() if hasattr(model, "get_base_model") else model
-        )  # of an adapter: it generates
+        # What generates is an adapter's base.
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.works = True
         self.model._valid_auto_compile_criteria = self._applies  # transformers then asks for what it would compile
         self.model.get_compiled_call = lambda _config: Steps(self.step, self.give_up)
