@@ -149,16 +149,29 @@ def options_of(command: list[str]) -> dict[str, str]:
     return {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
 
 
-def test_the_command_line_of_a_server() -> None:
-    config = program.TrainConfig(lora_rank=4, max_seq_length=2048)
-    options = options_of(server.command("unsloth/gpt-oss-20b", config, 0.2, 8000))
-    assert options["--model"] == "unsloth/gpt-oss-20b"
+def test_the_command_line_of_a_server(tmp_path: Path) -> None:
+    """Room for a step's completions, counted: a measured one failed on a GPU where other processes came and went."""
+    from transformers import GptOssConfig
+
+    GptOssConfig(num_hidden_layers=24, num_local_experts=32).save_pretrained(tmp_path)
+    config = program.TrainConfig(sampler="vllm", lora_rank=4, max_seq_length=2048)
+    options = options_of(server.command(str(tmp_path), config, H200, 8000))
+    assert options["--model"] == str(tmp_path)
     assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "2048")
-    assert (options["--gpu-memory-utilization"], options["--logprobs-mode"]) == ("0.20", "processed_logprobs")
-    assert options["--host"] == "127.0.0.1"
+    assert (options["--max-num-seqs"], int(options["--kv-cache-memory-bytes"])) == ("32", 2 * 32 * 2048 * 49_152)
+    weights = 2 * 20.91e9
+    assert float(options["--gpu-memory-utilization"]) == pytest.approx((weights + 8e9) / H200.memory, abs=0.006)
+    assert (options["--host"], options["--logprobs-mode"]) == ("127.0.0.1", "processed_logprobs")
     assert "--hf-overrides" not in options
     with pytest.raises(UsageError, match="--lora-rank 600 is more than vLLM's 512"):
-        server.command("unsloth/gpt-oss-20b", program.TrainConfig(lora_rank=600), 0.2, 8000)
+        server.command(str(tmp_path), program.TrainConfig(lora_rank=600), H200, 8000)
+
+
+def test_a_server_measures_what_nobody_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "memory_needed", lambda *_: {})
+    options = options_of(server.command("owner/new-kind", program.TrainConfig(sampler="vllm"), H200, 8000))
+    assert options["--gpu-memory-utilization"] == f"{24e9 / H200.memory:.2f}"
+    assert "--kv-cache-memory-bytes" not in options
 
 
 def test_the_trainer_holds_the_weights_that_the_server_holds() -> None:

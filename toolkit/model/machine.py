@@ -553,6 +553,7 @@ def four_bit_name(name: str) -> str:
 
 
 SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
+KEYS_AND_VALUES = "keys and values"  # of the completions that are generated together
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
@@ -560,8 +561,9 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
 
     Experts and projections take 4.13 bits a weight in NF4 and 4.25 in MXFP4, all other weights 16.  A weight of an
     adapter takes 16 bytes with its gradient and both moments.  Keys and values are those of the completions that are
-    generated together.  The update takes four times the size that its scores over the vocabulary have in 16 bits.  In
-    MXFP4 with Unsloth it takes twice: with gpt-oss-20b's shape and the default options an H200 took 18.3 GB in all.
+    generated together.  The update takes twice the size that its scores over the vocabulary have in 16 bits, without
+    Unsloth four times.  With gpt-oss-20b's shape and the default options an H200 took 18.3 GB in all in MXFP4, 18.2 in
+    NF4 and 46.2 in 16 bits.
     """
     try:
         model_config = config_of(str(adapter_base(name) or name))
@@ -588,7 +590,6 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         for name, shape in shapes.items()
         if len(shape) > 1 and not whole.search(name) and place in name
     )
-    in_mxfp4 = packing.get("quant_method") == "mxfp4" and not unpacked and config.weights != "4bit"
     scores = 2.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
@@ -596,8 +597,8 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
         **({SERVER: held(stored) + 8e9} if own_server else {}),
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
-        "keys and values": 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
-        "update": (2.0 if in_mxfp4 else 4.0) * scores,
+        KEYS_AND_VALUES: 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
+        "update": (4.0 if uses_transformers(config) else 2.0) * scores,
         "CUDA": 1.5e9,
     }
 

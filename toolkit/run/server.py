@@ -31,7 +31,7 @@ from toolkit.base.files import no_link
 from toolkit.base.ranks import by_first_rank, whole_weights
 from toolkit.model import tiny
 from toolkit.model.adapters import full_precision, write_adapter
-from toolkit.model.machine import SERVER, Machine, ModelConfig, find_machine, memory_needed
+from toolkit.model.machine import KEYS_AND_VALUES, SERVER, Machine, ModelConfig, find_machine, memory_needed
 
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step
@@ -44,6 +44,12 @@ class ServerConfig(ModelConfig, Protocol):
 
     @property
     def lora_rank(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def accumulation(self) -> int: ...
 
     @property
     def vllm_server(self) -> str: ...
@@ -131,11 +137,16 @@ def named(url: str) -> Server:
 # A server of the program's own
 
 
-def command(model: str, config: ServerConfig, memory: float, port: int) -> list[str]:
-    """The command line of a server; `memory` is its share of the GPU's."""
+def command(model: str, config: ServerConfig, machine: Machine, port: int) -> list[str]:
+    """The command line of a server.
+
+    It is told how much memory its keys and values get, twice what a step's completions need.  Otherwise vLLM would
+    measure what is left, and fail where another process takes or frees memory meanwhile.
+    """
     rank = next((rank for rank in RANKS_OF_LORA if rank >= config.lora_rank), 0)
     if not rank:
         raise UsageError(f"--lora-rank {config.lora_rank} is more than vLLM's {RANKS_OF_LORA[-1]}")
+    needed = memory_needed(model, config)
     options = {
         "model": model,
         "served-model-name": "base",
@@ -145,10 +156,13 @@ def command(model: str, config: ServerConfig, memory: float, port: int) -> list[
         "max-model-len": config.max_seq_length,
         "max-lora-rank": rank,
         "max-loras": 1,
-        "gpu-memory-utilization": f"{memory:.2f}",
+        "max-num-seqs": config.batch_size * config.accumulation,
+        "gpu-memory-utilization": f"{needed.get(SERVER, 24e9) / machine.memory:.2f}",
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
     }
+    if KEYS_AND_VALUES in needed:
+        options["kv-cache-memory-bytes"] = int(2 * needed[KEYS_AND_VALUES])
     if tiny.layout_of(Path(model)):  # vLLM knows gpt-oss only with YaRN; with factor 1 it changes no angle
         rope = {
             "rope_type": "yarn",
@@ -173,7 +187,6 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> Serv
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    memory = memory_needed(model, config).get(SERVER, 24e9) / machine.memory
     server = Server(f"http://127.0.0.1:{port}", str(run / LOG), key := secrets.token_hex(16))
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", KEY: key}
     parent = os.getpid()
@@ -185,7 +198,7 @@ def start(model: str, config: ServerConfig, machine: Machine, run: Path) -> Serv
 
     with open(run / LOG, "a", opener=no_link) as log:
         process = subprocess.Popen(
-            command(model, config, memory, port),
+            command(model, config, machine, port),
             env=environment,
             stdout=log,
             stderr=log,
