@@ -552,8 +552,8 @@ def four_bit_name(name: str) -> str:
     return str(get_model_name(name, load_in_4bit=True) or name)
 
 
-SERVER = "vLLM server"  # that a run starts: the weights as stored, and 8 GB for keys, values and graphs
 KEYS_AND_VALUES = "keys and values"  # of the completions that are generated together
+SERVER = "vLLM server"  # that a run starts: the weights as stored, twice these, and 4 GB for graphs and activations
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
@@ -593,11 +593,12 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     scores = 2.0 * getattr(config, "batch_size", 0) * getattr(config, "max_new_tokens", 0) * text.vocab_size
     parts = RANKS if SHARDED else 1
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
+    cached = 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width
     return {
-        **({SERVER: held(stored) + 8e9} if own_server else {}),
+        **({SERVER: held(stored) + 2 * cached + 4e9} if own_server else {}),
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
-        KEYS_AND_VALUES: 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width,
+        KEYS_AND_VALUES: cached,
         "update": (4.0 if uses_transformers(config) else 2.0) * scores,
         "CUDA": 1.5e9,
     }
