@@ -1159,7 +1159,7 @@ class CommonOptions:
     recipe: Literal["stable", "published"] = "stable"  # sets the defaults of the other options
     config: str = ""  # YAML or JSON file with options, like a run's config.json; those on the command line win
     steps: Annotated[int, (1, 10**7)] = 120  # optimizer steps
-    minutes: Annotated[float, (0.0, 1e6)] = 0.0  # stop training after this time; 0: no limit
+    minutes: Annotated[float, (0.0, 1e6)] = 0.0  # end after about this time, evaluations included; 0: no limit
     output_dir: Path = Path("outputs")  # where the run's folder is created
     run_name: str = ""  # name of the run's folder; default: the model and the time
     resume: bool = False  # continue the newest run in --output-dir; naming a run again with --run-name continues it too
@@ -1683,7 +1683,7 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             began, together = time.perf_counter(), config.batch_size * config.accumulation
-            fewer = "another --run-name, and fewer --generations, --accumulation or --max-new-tokens"
+            fewer = machine.fewer_completions(config.generations, config.batch_size, config.accumulation)
             with machine.naming_memory(f"{together} completions were generated", fewer):
                 batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
@@ -1776,13 +1776,13 @@ def make_trainer(
 
 
 def learn(
-    model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console, games: BackgroundGames
+    model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console, games: BackgroundGames, started: float
 ) -> watch.Progress:
     """Train, from the newest checkpoint on, and save the adapter.  `games` are the controls', which play meanwhile."""
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
-    progress = watch.Progress(rollouts, games, run, console)
+    progress = watch.Progress(rollouts, games, run, console, started)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
     checkpoint = progress.begin(trainer)
     with progress.watching():
@@ -1824,7 +1824,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         say(f"beginning from {config.model}")
         adapters.begin_from(model, run / START)
     with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
-        progress = learn(model, tokenizer, config, run, view, games)
+        progress = learn(model, tokenizer, config, run, view, games, started)
         return results.conclude(progress, model, tokenizer, started, console)
 
 

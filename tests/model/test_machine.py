@@ -34,6 +34,7 @@ from toolkit.model.machine import (
     check_weights,
     choose_settings,
     choose_weights,
+    fewer_completions,
     find_machine,
     gpu_is_there,
     instruct_variant,
@@ -318,7 +319,7 @@ def test_the_memory_of_gpt_oss_20b(gpt_oss: Path) -> None:
 
 
 @pytest.mark.parametrize(("weights", "packing", "took"),
-                         [("auto", {"quantization_config": {"quant_method": "mxfp4"}}, 18.3e9),
+                         [("stored", {"quantization_config": {"quant_method": "mxfp4"}}, 18.3e9),
                           ("4bit", {}, 18.2e9), ("16bit", {}, 46.2e9)])  # fmt: skip
 def test_the_memory_of_training_is_what_an_h200_took(
     weights: Any, packing: dict[str, Any], took: float, tmp_path: Path
@@ -331,6 +332,16 @@ def test_the_memory_of_training_is_what_an_h200_took(
     needed = memory_needed(str(tmp_path), dataclasses.replace(DEFAULTS, weights=weights))
     assert took < sum(needed.values()) - needed["CUDA"] < 1.15 * took
     assert weights == "16bit" or sum(needed.values()) < RTX_4090.memory
+
+
+@pytest.mark.parametrize(("numbers", "fewer"), [((16, 8, 4), (16, 8, 2)), ((64, 64, 1), (32, 32, 1)),
+                                                ((2, 1, 6), (3, 1, 3))])  # fmt: skip
+def test_half_of_a_steps_completions_make_whole_groups(
+    numbers: tuple[int, int, int], fewer: tuple[int, int, int]
+) -> None:
+    words = "another --run-name with --generations {} --batch-size {} --accumulation {}"
+    assert fewer_completions(*numbers) == words.format(*fewer)
+    assert fewer_completions(2, 2, 1) == "fewer --max-new-tokens"
 
 
 def test_an_evaluation_needs_no_adapter_and_other_keys(gpt_oss: Path) -> None:

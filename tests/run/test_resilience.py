@@ -508,7 +508,7 @@ def train_short_of_memory(out: str, where: str, status: str) -> None:
     updates = count(1)
     places: dict[str, tuple[Any, str, Callable[..., bool]]] = {
         "evaluation": (program, "sample_batch", lambda model, tokenizer, prompts, config: len(prompts) >= 4),
-        "generation": (Recorder, "__call__", lambda self, ids, scores: len(scores) >= 4),
+        "generation": (Recorder, "__call__", lambda *_: (Path(out) / "run" / "rollouts.jsonl").exists()),
         "update": (Accelerator, "backward", lambda *_: next(updates) == 2),
     }
     owner, name, limit = places[where]
@@ -551,4 +551,6 @@ def test_a_generation_without_memory_is_one_line(base: Path, tmp_path: Path) -> 
     """A step's completions are generated together."""
     call(train_short_of_memory, tmp_path, "generation", 4)
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
-    assert "memory ran out while 4 completions were generated: take another --run-name, and fewer --generations" in line
+    remedy = "another --run-name with --generations 2 --batch-size 2 --accumulation 1"
+    assert f"memory ran out while 4 completions were generated: take {remedy}" in line
+    assert (tmp_path / "run" / "report.html").is_file()

@@ -160,7 +160,7 @@ def test_the_command_line_of_a_server(tmp_path: Path) -> None:
     assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "2048")
     cached, weights = 2 * 32 * 2048 * 49_152, 2 * 20.91e9
     assert (options["--max-num-seqs"], options["--kv-cache-memory-bytes"]) == ("32", str(cached))
-    share = (weights + cached + 4e9) / H200.memory
+    share = (weights + cached + 6e9) / H200.memory
     assert float(options["--gpu-memory-utilization"]) == pytest.approx(share, abs=0.006)
     assert (options["--host"], options["--logprobs-mode"]) == ("127.0.0.1", "processed_logprobs")
     assert "--hf-overrides" not in options

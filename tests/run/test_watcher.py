@@ -8,6 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,45 @@ def last_view(troubles: list[str], source: str = "def strategy(board):", width: 
         for number, trouble in enumerate(troubles, 1):
             screen.truncate(screen.seek(0))
             step = dataclasses.replace(HEALTHY, reward=float(number), outcomes={"success": 0.25, "lost": 0.75})
-            view.step(number, step, 50.0, 60.0, trouble, trouble, (source, 512.0, 2))
+            view.step(number, step, 50.0, 60.0, 120.0, trouble, trouble, (source, 512.0, 2))
         return screen.getvalue()
 
 
 def test_a_terminal_has_one_view_of_it_all() -> None:
     shown = last_view(["", "", ""])
-    for part in ("step 3/9", "0:06:00 left", "▁▅█", "success 25%  lost 75%", "mean tile 512 in step 2", "def strategy"):
+    for part in (
+        "step 3/9",
+        "about 0:08:00 left",
+        "▁▅█",
+        "success 25%  lost 75%",
+        "mean tile 512 in step 2",
+        "def strategy",
+    ):
         assert part in shown
     assert "warning" not in shown
+
+
+def test_a_log_says_how_long_it_will_take() -> None:
+    """Only a terminal was told.  The first step, which compiles, does not count."""
+    said = io.StringIO()
+    view = watch.TrainingView(Console(file=said, width=100), steps=9)
+    for number, seconds in enumerate((300.0, 60.0, 60.0, 60.0), 1):
+        view.step(number, HEALTHY, 50.0, seconds, 120.0, "", "", None)
+    assert said.getvalue().count("left") == 1
+    assert said.getvalue().splitlines()[3] == "  about 0:08:00 left, 0:02:00 of them evaluations"
+
+
+@pytest.mark.parametrize(("minutes", "best_of", "over"), [(11.0, 512, False), (10.0, 512, True), (10.0, 0, False),
+                                                          (10.0, -1, False), (0.0, 512, False)])  # fmt: skip
+def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
+    """An hour of a rented GPU was over before they began: 1,136 answers are 36 batches, 3.6 minutes at 6 s each."""
+    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32)
+    rollouts, trainer = SimpleNamespace(last={"completions": [{}] * 32}), SimpleNamespace(seconds={"generate": 6.0})
+    progress: Any = watch.Progress.__new__(watch.Progress)
+    progress.__dict__ |= {"_config": options, "_rollouts": rollouts, "_trainer": trainer, "_loading": 60.0,
+                          "_spent": 5.5 * 60, "games": SimpleNamespace(boards=312)}  # fmt: skip
+    trainer.state = SimpleNamespace(global_step=4)
+    assert progress.time_is_up() == over
 
 
 def test_the_view_fits_a_small_terminal() -> None:
@@ -249,7 +280,7 @@ def test_three_steps_without_a_finite_gradient_end_the_run(base: Path, tmp_path:
 
 
 def test_a_difference_that_rounding_may_explain_ends_nothing_at_once() -> None:
-    """Its limit was never compared with a GPU.  A run that costs money ends after three steps, or after a large one."""
+    """A run that costs money ends after three steps, or after a large one."""
     small, large = ({"sampler/gap": gap, "sampler/limit": 0.1} for gap in (0.2, 0.6))
     watched = watcher_of()
     for _ in range(2):

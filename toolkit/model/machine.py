@@ -254,7 +254,7 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
         why = f"the fastest here: {kept['tokens_per_s']:.0f} tokens/s (doctor --measure)"
         return Choice(kept["weights"], why)
     if getattr(config, "lora_rank", 0) and not has_room_for_mxfp4(machine, name):
-        return Choice("4bit", why="training in MXFP4 takes more memory")
+        return Choice("4bit", why="as in public runs on a GPU with less than 24 GB")
     if is_in_mxfp4(name):  # docs/gpu.md has the figures
         return Choice("stored", why="generates faster than in NF4; doctor --measure compares them here")
     return Choice()
@@ -553,7 +553,9 @@ def four_bit_name(name: str) -> str:
 
 
 KEYS_AND_VALUES = "keys and values"  # of the completions that are generated together
-SERVER = "vLLM server"  # that a run starts: the weights as stored, twice these, and 4 GB for graphs and activations
+SERVER = (
+    "vLLM server"  # that a run starts: the weights as stored, twice these, and 6 GB for adapters, graphs, activations
+)
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
@@ -595,7 +597,7 @@ def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
     own_server = getattr(config, "sampler", "") == "vllm" and not getattr(config, "vllm_server", "")
     cached = 4.0 * rows_at_once(config) * config.max_seq_length * text.num_hidden_layers * width
     return {
-        **({SERVER: held(stored) + 2 * cached + 4e9} if own_server else {}),
+        **({SERVER: held(stored) + 2 * cached + 6e9} if own_server else {}),
         "weights": held(2.0 if unpacked else min(packed, stored)) / parts,
         "adapters": 16.0 * getattr(config, "lora_rank", 0) * adapted / parts,
         KEYS_AND_VALUES: cached,
@@ -621,7 +623,7 @@ def too_little_memory(name: str, machine: Machine, needed: Mapping[str, float]) 
 def memory_warning(name: str, machine: Machine, config: ModelConfig) -> str:
     """A warning that a model may not fit into GPU memory; "" if it fits or nothing is known.
 
-    It is no refusal, because little of the estimate was compared with a GPU.
+    It is no refusal, because the estimate was compared with one GPU.
     """
     return too_little_memory(name, machine, memory_needed(name, config)) if machine.gpu else ""
 
@@ -749,6 +751,16 @@ def smaller_passes(batch_size: int, accumulation: int) -> str:
     together = batch_size * accumulation
     less = next((size for size in range(batch_size // 2, 0, -1) if together % size == 0), 0)
     return f"--batch-size {less} --accumulation {together // less}" if less else ""
+
+
+def fewer_completions(generations: int, batch_size: int, accumulation: int) -> str:
+    """Options for half of a step's completions.  They need a new run, because one that goes on keeps these numbers."""
+    half = batch_size * accumulation // 2
+    sizes = [size for size in range(1, half + 1) if half % size == 0]
+    group = max((size for size in sizes if 1 < size <= generations), default=half)
+    rows = max((size for size in sizes if size <= batch_size), default=0)
+    new = f"another --run-name with --generations {group} --batch-size {rows} --accumulation"
+    return f"{new} {half // rows}" if half > 1 else "fewer --max-new-tokens"
 
 
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:

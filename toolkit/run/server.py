@@ -140,8 +140,8 @@ def named(url: str) -> Server:
 def command(model: str, config: ServerConfig, machine: Machine, port: int) -> list[str]:
     """The command line of a server.
 
-    It is told how much memory its keys and values get, twice what a step's completions need.  Otherwise vLLM would
-    measure what is left, and fail where another process takes or frees memory meanwhile.
+    It is told how much memory its keys and values get, twice what a step's completions need or more.  Otherwise vLLM
+    would measure what is left, and fail where another process takes or frees memory meanwhile.
     """
     rank = next((rank for rank in RANKS_OF_LORA if rank >= config.lora_rank), 0)
     if not rank:

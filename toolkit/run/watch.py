@@ -48,6 +48,7 @@ def excerpt(source: str, usual: Container[str], most: int) -> str:
     return "\n".join(shown[:most] + ["..."] * (len(shown) > most))
 
 
+FORESEEN = 3  # steps after which the rest of a run is estimated: the first one compiles
 LEGEND = (
     "reward: mean of a step's answers, ± standard deviation; won: share of their games that made the stage's target "
     "(a program that fails wins none); loads: answers with a program that loads; distinct: answers whose program "
@@ -85,15 +86,21 @@ class TrainingView:
         step: StepSummary,
         tokens: float,
         seconds: float,
+        evaluations: float,
         warning: str,
         trouble: str,
         best: tuple[str, float, int] | None,
     ) -> None:
-        """Show a step.  `warning` is what the watcher says now, `trouble` what it sees; `best` is the best program so
-        far with its mean tile and its step."""
+        """Show a step.  `evaluations` are the seconds that they will take; `warning` is what the watcher says now,
+        `trouble` what it sees; `best` is the best program so far with its mean tile and its step."""
         count = f"step {number:{len(str(self._steps))}d}/{self._steps}"
+        self._seconds.append(seconds)
+        left = statistics.median(self._seconds) * (self._steps - number) + evaluations  # the first steps compile
+        about = f"about {timedelta(seconds=round(left))} left"
         if not self._live:
             self.say(f"{count}  {step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s")
+            if len(self._seconds) == FORESEEN:
+                self.say(f"  {about}, {timedelta(seconds=round(evaluations))} of them evaluations")
             if warning:
                 self.say(f"  warning: {warning}", style="bold yellow")
             return
@@ -105,11 +112,9 @@ class TrainingView:
         from rich.text import Text
 
         self._rewards.append(step.reward)
-        self._seconds.append(seconds)
-        left = statistics.fmean(self._seconds) * (self._steps - number)
         ends = "  ".join(f"{outcome} {share:.0%}" for outcome, share in step.outcomes.items() if share)
         head = Table.grid(padding=(0, 2))
-        head.add_row(count, ProgressBar(self._steps, number, width=30), f"about {timedelta(seconds=round(left))} left")
+        head.add_row(count, ProgressBar(self._steps, number, width=30), about)
         # What matters most stands first: a small terminal shows the first lines.
         parts: list[Any] = [
             head,
@@ -327,8 +332,10 @@ class Progress(Observer):
     Nothing of this is kept in checkpoints: rollouts.jsonl and the trainer's own log have all of it.
     """
 
-    def __init__(self, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console) -> None:
-        """`games` are played beside training."""
+    def __init__(
+        self, rollouts: WatchedRollouts, games: BackgroundGames, run: Path, console: Console, started: float = 0.0
+    ) -> None:
+        """`games` are played beside training.  The user waits since `started`, by time.monotonic()."""
         self._rollouts = rollouts
         self.games, self.evaluator, self.run = games, games.first, run
         self._config: WatchedConfig = self.evaluator.config
@@ -342,6 +349,7 @@ class Progress(Observer):
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
+        self._started = started or time.monotonic()
 
     @property
     def steps(self) -> int:
@@ -390,6 +398,7 @@ class Progress(Observer):
     def watching(self) -> Iterator[None]:
         """While it trains: until the last step, a collapse, an interruption or the end of time."""
         self._began = time.monotonic() - self._spent
+        self._loading = time.monotonic() - self._started
         with self._view, self._interruption, trackers.blaming_the_tracker():
             yield
 
@@ -469,13 +478,24 @@ class Progress(Observer):
             "seconds/spent": self._spent,
         }
 
+    def evaluations(self) -> float:
+        """Seconds in which the evaluations will generate, if each of their batches takes as long as the last step's."""
+        best_of, judged = self._config.best_of, self.steps * len(self._rollouts.last["completions"])
+        answers = 2 * self.games.boards + (judged if best_of < 0 else best_of)
+        return float(self._trainer.seconds["generate"] * math.ceil(answers / self._config.eval_batch_size))
+
+    def time_is_up(self) -> bool:
+        """Whether the evaluations have to begin, so that all ends within --minutes."""
+        return 0 < 60 * self._config.minutes < self._loading + self._spent + self.evaluations()
+
     def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""
         assert self._summary
         step, config = self._summary, self._config
         warning = self._watcher.look(step, logs)
         tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
-        self._view.step(self.steps, step, tokens, took, warning, self._watcher.trouble, self._best)
+        trouble = self._watcher.trouble
+        self._view.step(self.steps, step, tokens, took, self.evaluations(), warning, trouble, self._best)
         if self._writer:
             write_glance(self._writer, step, self.steps, tokens)
             saves = self.steps % config.save_steps == 0
@@ -483,5 +503,4 @@ class Progress(Observer):
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
-        over = config.minutes > 0 and self._spent > 60 * config.minutes
-        return bool(self._watcher.ended) or by_first_rank(lambda: over)
+        return bool(self._watcher.ended) or by_first_rank(self.time_is_up)

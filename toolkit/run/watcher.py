@@ -19,6 +19,8 @@ class WatchedConfig(Protocol):
     steps: int
     minutes: float
     games: int
+    eval_batch_size: int
+    best_of: int
     save_steps: int
     patience: int
     curriculum: bool
