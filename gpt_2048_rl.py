@@ -1779,12 +1779,16 @@ def learn(
     model: Any, tokenizer: Any, config: TrainConfig, run: Path, console: Console, games: BackgroundGames, started: float
 ) -> watch.Progress:
     """Train, from the newest checkpoint on, and save the adapter.  `games` are the controls', which play meanwhile."""
+    from toolkit.run import report
+
     bar = config.curriculum_bar if config.curriculum else 1.0
     ladder = Ladder(list(map(Stage.read, config.ladder)), bar, config.curriculum_groups)
     rollouts = Rollouts(run / "rollouts.jsonl", config, ladder)
     progress = watch.Progress(rollouts, games, run, console, started)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
     checkpoint = progress.begin(trainer)
+    if checkpoint and not (run / "report.html").exists():  # it was killed
+        console.print(by_first_rank(partial(report.try_report, run)), soft_wrap=True)
     with progress.watching():
         trainer.train(resume_from_checkpoint=checkpoint)
     weights = ranks.whole_weights(trainer)
@@ -1824,6 +1828,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
         say(f"beginning from {config.model}")
         adapters.begin_from(model, run / START)
     with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
+        by_first_rank(partial(runs.make_latest, run))
         progress = learn(model, tokenizer, config, run, view, games, started)
         return results.conclude(progress, model, tokenizer, started, console)
 

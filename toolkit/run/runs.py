@@ -88,8 +88,13 @@ def lock(run: Path) -> io.TextIOBase:
     return file
 
 
+def make_latest(run: Path) -> None:
+    """Let `latest`, beside a run, point to it: once its model is loaded, so that a start that fails changes nothing."""
+    point(run.parent / "latest", run.name)
+
+
 def open_run(config: RunConfig) -> Path:
-    """The run's folder: a new one with its config.json, or an existing one to resume.  `latest` points to it.
+    """The run's folder: a new one with its config.json, or an existing one to resume.
 
     A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
     UsageError if the run is finished, another process trains in it, or the folder cannot be written.
@@ -129,7 +134,6 @@ def open_run(config: RunConfig) -> Path:
             changed["unsafe_no_jail"] = True
         if changed != kept:
             write_whole(run / "config.json", json.dumps(changed, indent=2) + "\n")
-        point(config.output_dir / "latest", name)
     except OSError as error:
         place = run if os.access(run, os.F_OK) else config.output_dir
         raise UsageError(f"{place} cannot be written ({error.strerror}): choose another --output-dir") from None
