@@ -55,7 +55,7 @@ def commands(part: Part, scratch: Path, args: Args) -> list[tuple[object, ...]]:
         form = part.partition("-")[2]
         how = ("--sampler", "vllm") if form == "vllm" else ("--weights", form)
         size = ("--model", "tiny", "--steps", 1, "--games", 2, "--best-of", 2, "--held-out", "3:32")
-        whole = ("--model", "smollm2", "--minutes", 9, "--games", 64, "--best-of", 256)
+        whole = ("--model", "smollm2", "--keys", "wasd", "--minutes", 9, "--games", 64, "--best-of", 256)
         return [(SCRIPT, "train", *(size if small else whole), *how, *run, "--json")]
     if part == "smoke":
         numbers = ("--games", 4, "--best-of", 8, "--save-steps", 1, "--held-out", "3:32")

@@ -19,7 +19,7 @@ import gpt_2048_rl as program
 from tests.conftest import Run
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit.run import watch
+from toolkit.run import sampler, watch
 from toolkit.run.reading import read_curves
 from toolkit.run.sampler import Recorder, rounding, sampled_curves, unended
 from toolkit.run.watcher import Watcher
@@ -272,7 +272,12 @@ def test_the_limit_is_that_of_the_weights(stored: str, dtype: str, most: float) 
 
 
 def train_without_the_adapter_from_step_3(*arguments: str) -> None:
-    begin = watch.Progress.begin_step
+    """The trained model is compared in training mode: its forward may differ from that of generation."""
+    begin, probabilities = watch.Progress.begin_step, sampler.log_probabilities
+
+    def while_training(model: Any, *rest: Any) -> Any:
+        assert model.training
+        return probabilities(model, *rest)
 
     def begin_step(self: watch.Progress) -> None:
         begin(self)
@@ -287,6 +292,7 @@ def train_without_the_adapter_from_step_3(*arguments: str) -> None:
             model.generate = generate
 
     watch.Progress.begin_step = begin_step  # type: ignore[method-assign]
+    sampler.log_probabilities = while_training  # type: ignore[assignment]
     sys.exit(program.main(arguments))
 
 
