@@ -479,10 +479,15 @@ class Progress(Observer):
         }
 
     def evaluations(self) -> float:
-        """Seconds in which the evaluations will generate, if each of their batches takes as long as the last step's."""
-        best_of, judged = self._config.best_of, self.steps * len(self._rollouts.last["completions"])
-        answers = 2 * self.games.boards + (judged if best_of < 0 else best_of)
-        return float(self._trainer.seconds["generate"] * math.ceil(answers / self._config.eval_batch_size))
+        """Seconds that the evaluations will take, if answers and games take as long as the last step's.
+
+        Each answer plays a board, the two races at most so many games, and their winners all boards.
+        """
+        config, rows, boards = self._config, len(self._rollouts.last["completions"]), self.games.boards
+        answers = 2 * boards + (self.steps * rows if config.best_of < 0 else config.best_of)
+        games = answers + 2 * config.race_games + 2 * boards
+        batches, seconds = math.ceil(answers / config.eval_batch_size), self._trainer.seconds
+        return float(batches * seconds["generate"] + games * seconds["score"] / (rows * config.boards))
 
     def time_is_up(self) -> bool:
         """Whether the evaluations have to begin, so that all ends within --minutes."""

@@ -19,8 +19,10 @@ class WatchedConfig(Protocol):
     steps: int
     minutes: float
     games: int
+    boards: int
     eval_batch_size: int
     best_of: int
+    race_games: int
     save_steps: int
     patience: int
     curriculum: bool
