@@ -331,6 +331,7 @@ def test_a_start_that_fails_leaves_latest_where_it_was(tmp_path: Path, monkeypat
 
     run = begun(tmp_path)
     monkeypatch.setattr(program, "load_model", fails)
+    monkeypatch.setattr(program, "held_out_games", lambda _: None)  # they would be played beside other tests
     with pytest.raises(UsageError, match="the package is damaged"):
         program.train(dataclasses.replace(program.train_defaults("tiny"), output_dir=tmp_path), Console(quiet=True))
     assert (tmp_path / "latest").resolve() == run
