@@ -1787,9 +1787,8 @@ def learn(
     progress = watch.Progress(rollouts, games, run, console, started)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
     checkpoint = progress.begin(trainer)
-    if checkpoint:  # a run that was killed has no page
-        page = by_first_rank(lambda: "" if (run / "report.html").exists() else report.try_report(run))
-        console.print(page, soft_wrap=True, end="\n" if page else "")
+    if by_first_rank(lambda: checkpoint and not (run / "report.html").exists()):  # it was killed
+        console.print(by_first_rank(partial(report.try_report, run)), soft_wrap=True)
     with progress.watching():
         trainer.train(resume_from_checkpoint=checkpoint)
     weights = ranks.whole_weights(trainer)

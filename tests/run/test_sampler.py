@@ -269,6 +269,7 @@ def test_the_limit_is_that_of_the_weights(stored: str, dtype: str, most: float) 
             return [type("Parameter", (), {"dtype": f"torch.{stored}"})()]
 
     assert rounding(Model()) == most
+    assert rounding(Model(), served=True) == max(most, 0.1)
 
 
 def train_without_the_adapter_from_step_3(*arguments: str) -> None:

@@ -553,9 +553,7 @@ def four_bit_name(name: str) -> str:
 
 
 KEYS_AND_VALUES = "keys and values"  # of the completions that are generated together
-SERVER = (
-    "vLLM server"  # that a run starts: the weights as stored, twice these, and 6 GB for adapters, graphs, activations
-)
+SERVER = "vLLM server"  # that a run starts: weights as stored, twice these, 6 GB for adapters, graphs, activations
 
 
 def memory_needed(name: str, config: ModelConfig) -> dict[str, float]:
