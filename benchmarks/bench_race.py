@@ -25,7 +25,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
-from toolkit.games import evaluation, programs  # noqa: E402
+from toolkit.games import duration, evaluation, programs  # noqa: E402
 from toolkit.run import results, runs, steps  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def candidates(evaluator: program.Evaluator, run: Path) -> list[str]:
     config = evaluator.config
     model, tokenizer = program.load_model(str(run / "adapter"), config, lambda _: None)
     cool = min(results.COOL, config.temperature)
-    sure = programs.sampled_programs(evaluator, model, tokenizer, results.SURE, temperature=cool)
+    sure = programs.sampled_programs(evaluator, model, tokenizer, duration.SURE, temperature=cool)
     return list(dict.fromkeys([*sure, *steps.programs_to_race(run / "rollouts.jsonl")]))
 
 

@@ -17,7 +17,7 @@ from tests.helpers import HELD_OUT, wait_until
 from tests.preloaded import call, run
 from toolkit import OutOfMemory, ServerFailed, UsageError, cli
 from toolkit.base.workers import JailError
-from toolkit.games import programs
+from toolkit.games import duration, programs
 from toolkit.run import results
 
 KEYS = program.LAYOUTS["bepo"]
@@ -227,7 +227,7 @@ def test_the_best_of_n_is_kept_with_those_behind_it(trained: Run) -> None:
     best = json.loads((trained.folder / "best_of_n.json").read_text())
     assert (trained.folder / "best_of_n.py").read_text().partition("\n")[2] == best[0] + "\n"
     race = trained.result["races"]["best_of_n"]
-    assert race["sampled"] == sum(len(step["completions"]) for step in trained.rollouts) + results.SURE
+    assert race["sampled"] == sum(len(step["completions"]) for step in trained.rollouts) + duration.SURE
     assert len(best) == min(100, race["played"])
     assert 0 < trained.result["races"]["best"]["played"] <= race["sampled"]
 

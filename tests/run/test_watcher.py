@@ -20,6 +20,7 @@ import gpt_2048_rl as program
 from tests.conftest import flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
+from toolkit.games import duration
 from toolkit.model import tiny
 from toolkit.run import watch, watcher
 from toolkit.run.steps import OUTCOMES
@@ -159,18 +160,62 @@ def test_a_log_says_how_long_it_will_take() -> None:
     assert said.getvalue().splitlines()[3] == "  about 0:08:00 left, 0:02:00 of them evaluations"
 
 
-@pytest.mark.parametrize(("minutes", "best_of", "over"), [(12.1, 512, False), (11.9, 512, True), (11.9, 0, False),
-                                                          (11.9, -1, False), (0.0, 512, False)])  # fmt: skip
-def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
-    """An hour of a rented GPU was over before they began.  Here 1,136 answers in 36 batches take 216 s, and 2,272 games
-    of 0.05 s 114, after 6.5 minutes."""
-    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256, boards=4)
-    rollouts = SimpleNamespace(last={"completions": [{}] * 32})
-    trainer = SimpleNamespace(seconds={"generate": 6.0, "score": 6.4}, state=SimpleNamespace(global_step=4))
+def test_the_collapse_of_a_real_model_is_named_before_it_is_complete() -> None:
+    """SmolLM2 with a high rate and without its example ends at `return "a"`: 12 of 16 answers in step 14.  The first
+    run that did, in eleven steps, was told that random moves would do as well.
+
+    `train --model smollm2 --keys wasd --generations 16 --batch-size 16 --accumulation 1 --learning-rate 3e-4
+    --warmup-steps 3 --objective mean --example blank --no-curriculum --temperature 1.0 --seed 1`, from step 8 on.
+    """
+    watched, said, constant = watcher_of(), dict[int, str](), dict[int, int]()
+    for line in (Path(__file__).parent.parent / "recorded_collapse.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        said[row["step"]] = watched.look(watcher.StepSummary.of(row, [False], 1.0), {})
+        constant[row["step"]] = [done["source"] for done in row["completions"]].count(
+            'def strategy(board):\n    return "a"'
+        )
+    assert constant == {8: 0, 9: 3, 10: 6, 11: 7, 12: 8, 13: 8, 14: 12}
+    assert {step for step, warning in said.items() if warning} == {12}
+    assert said[12].startswith("collapsing, most answers are one program: lower --learning-rate")
+
+
+def progress_at(minutes: float, steps: int = 4, best_of: int = 512) -> Any:
+    """A run with 312 held-out boards after so many steps of 32 answers, 6.5 minutes after its start."""
+    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256, boards=1)
+    lost = {"outcome": "lost", "seconds": 0.05}
+    rollouts = SimpleNamespace(last={"completions": [{"reward": float(n), "results": [lost]} for n in range(32)]})
+    trainer = SimpleNamespace(seconds={"generate": 6.0, "score": 1.6}, state=SimpleNamespace(global_step=steps))
     progress: Any = watch.Progress.__new__(watch.Progress)
     progress.__dict__ |= {"_config": options, "_rollouts": rollouts, "_trainer": trainer, "_loading": 60.0,
-                          "_spent": 5.5 * 60, "games": SimpleNamespace(boards=312)}  # fmt: skip
-    assert progress.time_is_up() == over
+                          "_spent": 5.5 * 60, "_games_to_come": None, "games": SimpleNamespace(boards=312)}  # fmt: skip
+    return progress
+
+
+@pytest.mark.parametrize(("minutes", "best_of", "over"), [(13.0, 512, False), (12.8, 512, True), (12.8, 0, False),
+                                                          (12.8, -1, False), (0.0, 512, False)])  # fmt: skip
+def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
+    """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, and 2,616 games
+    of 0.05 s 131, after 6.5 minutes; another step takes 30 s."""
+    assert progress_at(minutes, best_of=best_of).time_is_up(30.0) == over
+
+
+def test_the_first_steps_say_little_about_the_next() -> None:
+    """They compile."""
+    assert not progress_at(13.1, steps=2).time_is_up(300.0)
+    assert progress_at(13.1, steps=4).time_is_up(300.0)
+
+
+def test_games_to_come_are_those_of_the_evaluations() -> None:
+    """With --minutes 4 they took 150 s where 60 were foreseen: they go on where a stage ends them, and most are those
+    of the best programs.  Here the best quarter, whose game to 8 was short, looks at each board for long."""
+    slow = "def strategy(board):\n    sum(range(10**5))\n    return 'wasd'[len(str(board)) % 4]"
+    done = [{"source": None, "reward": 0.0}] * 24 + [{"source": slow, "reward": 1.0}] * 8
+    usual, best = duration.play_some(program.Evaluator(program.TrainConfig(keys="wasd"), 4, 8), done)
+    assert best > 3 * usual
+    progress = progress_at(0.0)
+    progress._games_to_come = 0.01, 0.2
+    # What took 1.6 s were 1.6 s of CPU time.
+    assert progress.evaluations() == pytest.approx(37 * 6.0 + 1168 * 0.01 + 1448 * 0.2)
 
 
 def test_the_view_fits_a_small_terminal() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import gpt_2048_rl as program
 from toolkit import UsageError
-from toolkit.model import adapters
+from toolkit.model import adapters, smollm2
 from toolkit.serve import export, llamacpp, verify
 
 if TYPE_CHECKING:
@@ -37,6 +38,24 @@ def random_model(seed: int, **changes: Any) -> Any:
         if "norm" in name:
             weights.data += 1
     return model.bfloat16().float()  # so that storing attention in bfloat16 loses nothing
+
+
+def random_llama(seed: int) -> Any:
+    """A small model like SmolLM2: tied embeddings, fewer keys than queries."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    shape = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+             "tie_word_embeddings": True, "rope_parameters": rope}  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weights in model.named_parameters():
+        weights.data.normal_(std=0.2, generator=generator)
+        if "norm" in name:
+            weights.data += 1
+    return model.bfloat16().float()
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +139,21 @@ def test_a_file_holds_exactly_the_models_weights(model: Any, tokenizer: Any, exp
             assert torch.equal(read, tensor)
 
 
+@pytest.mark.optional
+def test_smollm2_is_written_as_it_is_read(tokenizer: Any, tmp_path: Path) -> None:
+    """Rows of queries and keys go to llama.cpp's order and back, and the tied embeddings stand there once."""
+    gguf, model = pytest.importorskip("gguf"), random_llama(1)
+    llamacpp.write_model(tmp_path / "model.gguf", model.state_dict(), model.config, tokenizer, "bf16")
+    tensors = gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    found, expected = smollm2.read_weights(tensors, model), dict(model.named_parameters())
+    assert len(tensors) == len(expected) == len(found)
+    for name, weights in expected.items():
+        assert found[name].float().equal(weights)
+    assert not model.model.layers[0].self_attn.q_proj.weight.equal(
+        smollm2.rows_for_llamacpp(model.model.layers[0].self_attn.q_proj.weight, 4)
+    )
+
+
 def agreement(model: Any, exported: verify.Logits) -> tuple[float, float]:
     """The share of equal most likely tokens, and the median difference relative to the spread of the logits.
 
@@ -146,6 +180,23 @@ def test_llamacpp_computes_what_transformers_does(model: Any, tokenizer: Any, ex
 
 
 @pytest.mark.optional
+def test_llamacpp_computes_smollm2_as_transformers_does(tokenizer: Any, tmp_path: Path) -> None:
+    """With rows of queries and keys in transformers' order it does not."""
+    pytest.importorskip("llama_cpp")
+    model, file = random_llama(1), tmp_path / "model.gguf"
+    llamacpp.write_model(file, model.state_dict(), model.config, tokenizer, "bf16")
+    equal, distance = agreement(model, llamacpp.served_by_llamacpp(file))
+    assert equal >= 0.9
+    assert distance < 0.1
+    turned = {
+        name: smollm2.rows_in_order(tensor, 4 if "q_proj" in name else 2) if "q_proj" in name or "k_proj" in name
+        else tensor for name, tensor in model.state_dict().items()
+    }  # fmt: skip
+    llamacpp.write_model(file, turned, model.config, tokenizer, "bf16")
+    assert agreement(model, llamacpp.served_by_llamacpp(file))[0] < 0.5
+
+
+@pytest.mark.optional
 def test_gate_and_up_swapped_are_noticed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     swapped = {name: tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if "gate_up" in name else tensor
@@ -154,18 +205,27 @@ def test_gate_and_up_swapped_are_noticed(model: Any, tokenizer: Any, tmp_path: P
     assert agreement(model, llamacpp.served_by_llamacpp(tmp_path / "model.gguf"))[0] < 0.5
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+
+
 @pytest.mark.optional
-def test_an_adapter_on_a_file_computes_what_peft_does(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Attention and experts: llama.cpp has a pair for gate and one for up, PEFT one for both."""
+@pytest.mark.parametrize(("made", "modules", "parameters"), [(random_model, [], EXPERTS),
+                                                             (random_llama, FEED_FORWARD, None)])  # fmt: skip
+def test_an_adapter_on_a_file_computes_what_peft_does(
+    made: Callable[[int], Any], modules: list[str], parameters: list[str] | None, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Attention and what follows it: for experts, llama.cpp has a pair for gate and one for up, PEFT one for both."""
     pytest.importorskip("llama_cpp")
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
 
+    model = made(1)
     llamacpp.write_model(tmp_path / "base.gguf", model.state_dict(), model.config, tokenizer, "bf16")
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-                      target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])  # fmt: skip
-    adapted = get_peft_model(random_model(1), lora)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", *modules],
+                      target_parameters=parameters)  # fmt: skip
+    adapted = get_peft_model(made(1), lora)
     generator = torch.Generator().manual_seed(2)
     for name, weights in adapted.named_parameters():
         if "lora_" in name:
@@ -191,7 +251,7 @@ def test_a_file_that_llamacpp_refuses_gets_one_line(tmp_path: Path) -> None:
 def test_the_modelfile_asks_as_training_did(tokenizer: Any) -> None:
     """Its template is a Go template, in which a constant stands for itself."""
     program.open_channel(tokenizer, "none")
-    template = llamacpp.modelfile(tokenizer).split('"""')[1]
+    template = llamacpp.modelfile(tokenizer, 1.0).split('"""')[1]
     prompt = template.replace('{{ "end" }}', "end").replace("{{ .Prompt }}", "Play!").replace("{{ .Response }}", "")
     assert prompt == tokenizer.apply_chat_template(
         [{"role": "user", "content": "Play!"}], tokenize=False, add_generation_prompt=True

@@ -108,6 +108,8 @@ class GameResult(Protocol):
     @property
     def score(self) -> int: ...
     @property
+    def seconds(self) -> float: ...  # CPU time
+    @property
     def moves(self) -> str: ...
 
 

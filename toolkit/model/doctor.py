@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit import UsageError
 from toolkit.base.files import read_json, write_whole
+from toolkit.games import duration
 from toolkit.model import smollm2
 from toolkit.model.machine import (
     MADE_HERE,
@@ -123,15 +124,12 @@ def measured(
 
 
 def time_row(config: Any, seconds: float) -> tuple[str, str, str]:
-    """For the table of settings: how long a run generates, where a step's completions take so many seconds.
-
-    Two models answer for each held-out board, and the untrained one writes the control's programs.
-    """
+    """For the table of settings: how long a run generates, where a step's completions take so many seconds."""
     if not seconds:
         return "time", "not measured", "doctor --measure finds how long a run generates; docs/gpu.md has estimates"
     boards = config.games + (len(config.held_out) - 1) * math.ceil(config.games / 4)
-    control = config.steps * config.batch_size * config.accumulation if config.best_of < 0 else config.best_of
-    batches = config.steps + math.ceil((2 * boards + control) / config.eval_batch_size)
+    asked = duration.answers(config.best_of, config.steps * config.batch_size * config.accumulation, boards)
+    batches = config.steps + math.ceil(asked / config.eval_batch_size)
     why = f"{config.steps} steps and {batches - config.steps} batches of evaluation, {seconds:.1f} s each as measured"
     return "time", f"{batches * seconds / 3600:.1f} h of generating", f"{why}; games and updates come on top"
 

@@ -68,6 +68,12 @@ def rows_in_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return ordered
 
 
+def rows_for_llamacpp(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of a query or key projection (out, in) in llama.cpp's order."""
+    ordered: torch.Tensor = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return ordered
+
+
 def read_weights(tensors: Any, model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     """The weights of a model by its parameters' names, in bfloat16.  `tensors` are those of gguf's reader."""
     import gguf

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import OutOfMemory, ServerFailed
 from toolkit.base import files
 from toolkit.base.ranks import RANK, RANKS, by_first_rank
-from toolkit.games import evaluation
+from toolkit.games import duration, evaluation
 from toolkit.games.programs import (
     BackgroundGames,
     Evaluator,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUICK_GAMES, QUICK_BOARDS = 64, 8  # for the best program of an interrupted run
-SURE, COOL = 32, 0.4  # answers that the trained model is surest of, for the race: how many, and their temperature
+COOL = 0.4  # temperature of the answers that the trained model is surest of
 BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
 
@@ -188,12 +188,14 @@ def conclude(progress: watch.Progress, model: Any, tokenizer: Any, started: floa
             say(f"playing {progress.games.boards} held-out boards with the trained model")
             after = evaluate_model(progress.games.evaluators, model, tokenizer)
             say("choosing the best program of the run")
-            sure = sampled_programs(evaluator, model, tokenizer, SURE, temperature=min(COOL, config.temperature))
+            sure = sampled_programs(
+                evaluator, model, tokenizer, duration.SURE, temperature=min(COOL, config.temperature)
+            )
             best = by_first_rank(partial(choose_best, evaluator, run, config.race_games, sure))
             if best.ranking and RANK == 0:
                 progress.games.add({evaluation.BEST: best.ranking[0]})  # while the untrained model writes
             before = score_untrained(run, progress.games, model, tokenizer, say)
-            count = progress.result()["judged"] + SURE if config.best_of < 0 else config.best_of
+            count = duration.control_answers(config.best_of, progress.result()["judged"])
             if count:
                 say(f"sampling {count} programs from the untrained model, as a control")
             with model.disable_adapter():

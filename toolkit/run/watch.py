@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit import visible
 from toolkit.base import files
 from toolkit.base.ranks import RANK, by_first_rank, gathered
-from toolkit.games import evaluation
+from toolkit.games import duration, evaluation
 from toolkit.games.programs import BackgroundGames, Game, finished_game, random_moves_win
 from toolkit.run import checkpoints, runs, steps, trackers
 from toolkit.run.sampler import Recorder, sampled_curves
@@ -348,6 +348,7 @@ class Progress(Observer):
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
+        self._games_to_come: tuple[float, float] | None = None  # CPU seconds of the evaluations' games
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self._started = started or time.monotonic()
 
@@ -479,19 +480,18 @@ class Progress(Observer):
         }
 
     def evaluations(self) -> float:
-        """Seconds that the evaluations will take, if answers and games take as long as the last step's.
+        """Seconds that the evaluations will take."""
+        done, seconds = self._rollouts.last["completions"], self._trainer.seconds
+        parts = seconds["generate"], seconds["score"], self._games_to_come
+        return duration.of_evaluations(self._config, self.games.boards, self.steps * len(done), done, *parts)
 
-        Each answer plays a board, the two races at most so many games, and their winners all boards.
-        """
-        config, rows, boards = self._config, len(self._rollouts.last["completions"]), self.games.boards
-        answers = 2 * boards + (self.steps * rows if config.best_of < 0 else config.best_of)
-        games = answers + 2 * config.race_games + 2 * boards
-        batches, seconds = math.ceil(answers / config.eval_batch_size), self._trainer.seconds
-        return float(batches * seconds["generate"] + games * seconds["score"] / (rows * config.boards))
-
-    def time_is_up(self) -> bool:
-        """Whether the evaluations have to begin, so that all ends within --minutes."""
-        return 0 < 60 * self._config.minutes < self._loading + self._spent + self.evaluations()
+    def time_is_up(self, step: float) -> bool:
+        """Whether the evaluations have to begin, so that all ends within --minutes.  `step` are the seconds of one."""
+        left = 60 * self._config.minutes - self._loading - self._spent
+        if self._config.minutes and self.steps % SAMPLED == FORESEEN:
+            self._games_to_come = duration.play_some(self.evaluator, self._rollouts.last["completions"])
+        foreseen = step + self.evaluations() if self.steps >= FORESEEN else 0.0  # the first steps compile
+        return self._config.minutes > 0 and left < foreseen
 
     def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""
@@ -508,4 +508,4 @@ class Progress(Observer):
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
-        return bool(self._watcher.ended) or by_first_rank(self.time_is_up)
+        return bool(self._watcher.ended) or by_first_rank(partial(self.time_is_up, took))

@@ -55,7 +55,7 @@ class ExportConfig:
     """Write what a run has learned to a folder that other programs can load."""
 
     source: Path  # a run's folder, one of its checkpoints, or an adapter's folder
-    # The adapter (lora, gguf_lora) or the whole model; mxfp4 and gguf for gpt-oss only, gguf for llama.cpp.
+    # The adapter (lora, gguf_lora) or the whole model; mxfp4 for gpt-oss only, gguf for llama.cpp and with smollm2 too.
     format: Literal["lora", "merged_16bit", "mxfp4", "gguf", "gguf_lora"] = "lora"
     output_dir: Path | None = None  # default: export/FORMAT in the run's folder, where a new export replaces an old one
     base: str = ""  # model to merge the adapter into; default: the one it was trained on
@@ -242,17 +242,19 @@ def write_merged(
     weights = model.state_dict()
     if packed:
         weights = {name: tensor for name, tensor in weights.items() if not EXPERT_WEIGHTS.search(name)} | packed
+    asked = read_json(find_run(config.source) / "config.json") or read_json(config.source / TRAINING)
+    temperature = asked.get("temperature", 1.0)  # in training
     if config.format == "gguf":
         folder.mkdir()
         llamacpp.write_model(folder / "model.gguf", weights, model.config, tokenizer, experts)
-        (folder / "Modelfile").write_text(llamacpp.modelfile(tokenizer), encoding="utf-8")
+        text = llamacpp.modelfile(tokenizer, temperature)
+        (folder / "Modelfile").write_text(text, encoding="utf-8")
         return
     if packed:
         model.config.quantization_config = MXFP4_CONFIG
     model.hf_quantizer = None  # it describes the weights as they were loaded
     # The files of the base may name a temperature, top-k and top-p; programs sampled without them in training.
-    asked = read_json(find_run(config.source) / "config.json") or read_json(config.source / TRAINING)
-    model.generation_config.update(do_sample=True, temperature=asked.get("temperature", 1.0), top_k=0, top_p=1.0)
+    model.generation_config.update(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
     # With save_original_format, transformers leaves out the experts of a gpt-oss that was unpacked.
     model.save_pretrained(folder, state_dict=weights, save_original_format=model.config.model_type != "gpt_oss")
 
@@ -298,14 +300,21 @@ def find_adapter(source: Path) -> Path:
     raise UsageError(f"{source} holds no adapter: {instead}")
 
 
+FAMILIES = {"mxfp4": ("gpt_oss",), "gguf": ("gpt_oss", "smollm2"), "gguf_lora": ("gpt_oss", "smollm2")}  # others: all
+
+
 def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
     whole = config.format not in ("lora", "gguf_lora")
-    if config.format not in ("lora", "merged_16bit") and (family := config_of(base).model_type) != "gpt_oss":
+    family = "smollm2" if Path(base) == smollm2.folder() else config_of(base).model_type
+    fitting = FAMILIES.get(config.format, (family,))
+    if family not in fitting:
         raise UsageError(
-            f"{config.format} is a format for gpt-oss, but {base} is {family}: use --format "
-            f"{'merged_16bit' if whole else 'lora'}"
+            f"{config.format} is a format for {' and '.join(fitting).replace('_', '-')}, but {base} is {family}: use "
+            f"--format {'merged_16bit' if whole else 'lora'}"
         )
+    if config.experts != ExportConfig.experts and family != "gpt_oss":
+        raise UsageError(f"--experts is for a model with experts, and {family} has none: leave it out")
     if not whole and not config.verify:
         return False
     try:

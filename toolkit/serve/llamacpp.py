@@ -1,9 +1,10 @@
-"""gpt-oss for llama.cpp: a model or an adapter as a GGUF file, and llama.cpp's logits.
+"""gpt-oss and SmolLM2 for llama.cpp: a model or an adapter as a GGUF file, and llama.cpp's logits.
 
 The `gguf` package has the file format and the names of tensors.  What differs from the released layout:
 - Experts have gate and up apart, which the released model interleaves, and (out, in) instead of (in, out).
 - A group of 32 weights in MXFP4 is 17 bytes: the scale, then code j and code j + 16 in byte j.
 - An adapter has a pair `.lora_a` (r, in) and `.lora_b` (out, r) for each tensor, experts on one axis more.
+- SmolLM2's queries and keys have their rows in another order (model/smollm2.py).
 llama.cpp always rounds the bounds of YaRN to whole dimensions, which gpt-oss's config does not want (`truncate`).
 
 Shapes: E experts of a layer, `in` and `out` the sides of a matrix, r the rank of an adapter.
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
+from toolkit.model import smollm2
 
 if TYPE_CHECKING:
     import torch
 
 CONTEXT = 1024  # tokens that verification and the Modelfile keep: a prompt with its answer
 FINAL = "<|message|>"  # a prompt that ends with it has opened the final channel
+ARCHITECTURES = {"gpt_oss": "GPT_OSS", "llama": "LLAMA"}  # gguf's names by transformers' model_type
 
 
 def check_installed() -> None:
@@ -54,14 +57,28 @@ def halves(name: str, tensor: torch.Tensor, axis: int) -> Iterator[tuple[str, to
         yield name.replace("gate_up", half), tensor[tuple(every_second)]
 
 
+def architecture(config: Any) -> Any:
+    """A model's architecture in gguf."""
+    import gguf
+
+    return gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]]
+
+
+def names_of(config: Any) -> Any:
+    """The package's map from names of tensors to those in GGUF."""
+    import gguf
+
+    return gguf.get_tensor_name_map(architecture(config), config.num_hidden_layers)
+
+
 def named(name: str, names: Any) -> str:
-    """The name of a tensor in GGUF.  `names` is the package's map for gpt-oss."""
+    """The name of a tensor in GGUF.  `names` is the package's map for the model."""
     stem = name.removesuffix("_bias") + (".bias" if name.endswith("_bias") else "")
     if stem.endswith(("_proj", "sinks")):
         stem += ".weight"
     found: str | None = names.get_name(stem, try_suffixes=(".weight", ".bias"))
     if found is None:
-        raise UsageError(f"GGUF has no name for the tensor {name} of gpt-oss: use --format merged_16bit")
+        raise UsageError(f"GGUF has no name for the tensor {name}: use --format merged_16bit")
     return found
 
 
@@ -80,11 +97,20 @@ def typed(name: str, tensor: torch.Tensor, experts: str) -> tuple[Any, Any]:
     return tensor.bfloat16().contiguous().view(torch.uint8).numpy(), kinds.BF16
 
 
-def ggml_tensors(weights: Mapping[str, torch.Tensor], names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def in_ggml_order(module: str, rows: torch.Tensor, config: Any) -> torch.Tensor:
+    """What a projection `module` adds to its output, (out, any), with the rows as llama.cpp has them."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    turned = heads.get(module.rpartition(".")[2]) if config.model_type == "llama" else None
+    return smollm2.rows_for_llamacpp(rows, turned) if turned else rows
+
+
+def ggml_tensors(weights: Mapping[str, torch.Tensor], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model by their names in GGUF.  Experts may be in the released MXFP4 (`_blocks`, `_scales`)."""
+    names = names_of(config)
     for name, tensor in weights.items():
-        if name.endswith("_scales"):
+        if name.endswith("_scales") or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
+        tensor = in_ggml_order(name.removesuffix(".weight"), tensor, config)
         if name.endswith("_blocks"):
             name = name.removesuffix("_blocks")
             tensor = ggml_blocks(tensor, weights[f"{name}_scales"])
@@ -99,24 +125,27 @@ def ggml_tensors(weights: Mapping[str, torch.Tensor], names: Any) -> Iterator[tu
 
 
 def describe(writer: Any, config: Any) -> None:
-    """Write the numbers of a gpt-oss config."""
+    """Write the numbers of a config."""
     import gguf
 
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(config.intermediate_size)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_sliding_window(config.sliding_window)
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_sliding_window(config.sliding_window)
+    else:
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -129,8 +158,8 @@ def describe(writer: Any, config: Any) -> None:
 def add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     """Write a tokenizer's vocabulary, merges, special tokens and chat template.
 
-    The way of splitting text has a name in llama.cpp: gpt-oss's is that of GPT-4o.  The embedded model's has none, so
-    llama.cpp may split a text in another way than training did, and has to be given token ids.
+    The way of splitting text has a name in llama.cpp: gpt-oss's is that of GPT-4o, SmolLM2's its own.  The embedded
+    model's has none, so llama.cpp may split a text in another way than training did, and has to be given token ids.
     """
     import json
 
@@ -140,7 +169,8 @@ def add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     ids, added = {id: token for token, id in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     kinds = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-4o" if "Split" in json.dumps(kept["pre_tokenizer"]) else "gpt-2")
+    splitting, names = json.dumps(kept["pre_tokenizer"]), {"Split": "gpt-4o", "Digits": "smollm"}
+    writer.add_tokenizer_pre(next((name for kind, name in names.items() if kind in splitting), "gpt-2"))
     writer.add_token_list([ids.get(id, f"[PAD{id}]") for id in range(size)])
     writer.add_token_types(
         [
@@ -163,11 +193,11 @@ def add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     writer.add_chat_template(tokenizer.chat_template)
 
 
-def write(file: Path, fill: Callable[[Any], None]) -> None:
-    """Write a GGUF file for gpt-oss.  `fill` adds keys and tensors to the writer."""
+def write(file: Path, config: Any, fill: Callable[[Any], None]) -> None:
+    """Write a GGUF file.  `fill` adds keys and tensors to the writer."""
     import gguf
 
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.GPT_OSS])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture(config)])
     fill(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -175,15 +205,8 @@ def write(file: Path, fill: Callable[[Any], None]) -> None:
     writer.close()
 
 
-def names_of(config: Any) -> Any:
-    """The package's map from names of tensors to those in GGUF."""
-    import gguf
-
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, config.num_hidden_layers)
-
-
 def write_model(file: Path, weights: Mapping[str, torch.Tensor], config: Any, tokenizer: Any, experts: str) -> None:
-    """Write a whole gpt-oss.  Experts that are not in MXFP4 already are written as `experts`: q8_0 or bf16."""
+    """Write a whole model.  Experts that are not in MXFP4 already are written as `experts`: q8_0 or bf16."""
     import gguf
 
     def fill(writer: Any) -> None:
@@ -191,15 +214,16 @@ def write_model(file: Path, weights: Mapping[str, torch.Tensor], config: Any, to
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         describe(writer, config)
         add_tokenizer(writer, tokenizer, config.vocab_size)
-        for key, tensor in ggml_tensors(weights, names_of(config)):
+        for key, tensor in ggml_tensors(weights, config):
             array, kind = typed(key, tensor, experts)
             writer.add_tensor(key, array, raw_dtype=kind)
 
-    write(file, fill)
+    write(file, config, fill)
 
 
-def adapter_tensors(weights: Mapping[str, torch.Tensor], rank: int, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_tensors(weights: Mapping[str, torch.Tensor], rank: int, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of an adapter in the released layout (adapters.fuse_expert_adapters) by their names in GGUF."""
+    names = names_of(config)
     for key, tensor in weights.items():
         module, side = re.fullmatch(r"base_model\.model\.(.*)\.lora_([AB])\.weight", key).groups()  # type: ignore[union-attr]
         if module.endswith(".experts.base_layer"):  # PEFT wraps a module once per adapted parameter, this one first
@@ -210,6 +234,8 @@ def adapter_tensors(weights: Mapping[str, torch.Tensor], rank: int, names: Any) 
             tensor = tensor.unflatten(0, (-1, rank))  # (E, r, in)
         elif ".experts." in module:
             tensor = tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)  # (out, r * E) to (E, out, r)
+        elif side == "B":
+            tensor = in_ggml_order(module, tensor, config)
         parts = halves(module, tensor, 1) if side == "B" else ((half, tensor) for half, _ in halves(module, tensor, 1))
         for half, part in parts:
             yield f"{named(half, names)}.lora_{side.lower()}", part
@@ -223,10 +249,10 @@ def write_adapter(file: Path, weights: Mapping[str, torch.Tensor], config: Any, 
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(lora["lora_alpha"]))
-        for key, tensor in adapter_tensors(weights, lora["r"], names_of(config)):
+        for key, tensor in adapter_tensors(weights, lora["r"], config):
             writer.add_tensor(key, tensor.float().contiguous().numpy())
 
-    write(file, fill)
+    write(file, config, fill)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,9 +285,10 @@ def served_by_llamacpp(model: Path, adapter: Path | None = None) -> Callable[[li
     return logits
 
 
-def modelfile(tokenizer: Any) -> str:
+def modelfile(tokenizer: Any, temperature: float) -> str:
     """Ollama's recipe beside model.gguf.  Its template is the prompt that training used, with the user's message left
     open."""
+    ends = [tokenizer.eos_token]
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "{{ .Prompt }}"}],
         tokenize=False,
@@ -272,7 +299,9 @@ def modelfile(tokenizer: Any) -> str:
         # Where both <|start|> and <|end|> stand in a template, Ollama parses answers of gpt-oss as harmony messages,
         # and would take all of this answer for a header: its header has been in the prompt.
         prompt = prompt.replace("<|end|>", '<|{{ "end" }}|>')
+        ends.append("<|end|>")
+    stops = "".join(f"PARAMETER stop {end}\n" for end in ends)
     return (
         f'FROM ./model.gguf\nTEMPLATE """{prompt}{{{{ .Response }}}}"""\nPARAMETER num_ctx {CONTEXT}\n'
-        "PARAMETER temperature 1\nPARAMETER stop <|return|>\nPARAMETER stop <|end|>\n"
+        f"PARAMETER temperature {temperature}\n{stops}"
     )
