@@ -311,3 +311,32 @@ def test_a_number_of_steps_is_that_of_every_method(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(smollm2, "of_programs", lambda sources: nothing)
     smollm2.learn(smollm2.Args("learn", seeds=(1,), steps=2, methods=("published",), best_of=0), tmp_path)
     assert asked["steps"] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public programs
+
+
+def test_programs_of_public_notebooks_are_found_and_played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each once, without the prompt's example and other models' notebooks; numbers as keys become letters."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    public: Any = importlib.import_module("bench_public")
+    turns = "def strategy(board):\n    return str(sum(map(sum, board)) // 2 % 4)"
+    texts = {"2048.ipynb": f"step 1\n{turns}\n# Example\nfound\n{turns}\n\nReward: 1", "OpenEnv_2048.ipynb": turns,
+             "Gemma_2048.ipynb": "def strategy(board):\n    return 'w'", "other.ipynb": turns}  # fmt: skip
+    for name, text in texts.items():
+        cells = [{"source": [name]}, {"outputs": [{"text": [text[:20], text[20:]]}, {"data": {"text/plain": "3"}}]}]
+        (tmp_path / name).write_text(json.dumps({"cells": cells}))
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "notebooks")):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    found = list(dict.fromkeys(public.programs_of(tmp_path)))
+    assert found == [public.Found(turns, False), public.Found(turns, True)]
+    args = public.Args((tmp_path,), seeds=(1, 2), group=4, groups=20)
+    verdicts = public.verdicts_on(found, 4, args.seeds)
+    assert [verdict.results[0].outcome for verdict in verdicts] == ["invalid_move", "stuck"]
+    row = public.at("4:8", verdicts, args)
+    assert row.won == 0.5
+    assert row.outcomes == {"invalid_move": 0.5, "success": 0.5}
+    assert 0.5 < row.with_winner < 1.0
+    assert 0.0 < row.flat < 0.5

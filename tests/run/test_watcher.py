@@ -186,16 +186,17 @@ def progress_at(minutes: float, steps: int = 4, best_of: int = 512) -> Any:
     rollouts = SimpleNamespace(last={"completions": [{"reward": float(n), "results": [lost]} for n in range(32)]})
     trainer = SimpleNamespace(seconds={"generate": 6.0, "score": 1.6}, state=SimpleNamespace(global_step=steps))
     progress: Any = watch.Progress.__new__(watch.Progress)
+    games = SimpleNamespace(boards=312, left=lambda name: 400)
     progress.__dict__ |= {"_config": options, "_rollouts": rollouts, "_trainer": trainer, "_loading": 60.0,
-                          "_spent": 5.5 * 60, "_games_to_come": None, "games": SimpleNamespace(boards=312)}  # fmt: skip
+                          "_spent": 5.5 * 60, "_games_to_come": None, "games": games}  # fmt: skip
     return progress
 
 
-@pytest.mark.parametrize(("minutes", "best_of", "over"), [(13.0, 512, False), (12.8, 512, True), (12.8, 0, False),
-                                                          (12.8, -1, False), (0.0, 512, False)])  # fmt: skip
+@pytest.mark.parametrize(("minutes", "best_of", "over"), [(13.1, 512, False), (12.9, 512, True), (12.9, 0, False),
+                                                          (12.9, -1, False), (0.0, 512, False)])  # fmt: skip
 def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
-    """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, and 2,616 games
-    of 0.05 s 131, after 6.5 minutes; another step takes 30 s."""
+    """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, and 2,704 games
+    of 0.05 s 135, after 6.5 minutes; another step takes 30 s."""
     assert progress_at(minutes, best_of=best_of).time_is_up(30.0) == over
 
 
@@ -207,15 +208,16 @@ def test_the_first_steps_say_little_about_the_next() -> None:
 
 def test_games_to_come_are_those_of_the_evaluations() -> None:
     """With --minutes 4 they took 150 s where 60 were foreseen: they go on where a stage ends them, and most are those
-    of the best programs.  Here the best quarter, whose game to 8 was short, looks at each board for long."""
+    of the best programs.  Here the best quarter look at each board for long."""
     slow = "def strategy(board):\n    sum(range(10**5))\n    return 'wasd'[len(str(board)) % 4]"
     done = [{"source": None, "reward": 0.0}] * 24 + [{"source": slow, "reward": 1.0}] * 8
-    usual, best = duration.play_some(program.Evaluator(program.TrainConfig(keys="wasd"), 4, 8), done)
-    assert best > 3 * usual
+    games = duration.Games.played(program.Evaluator(program.TrainConfig(keys="wasd"), 4, 8), done)
+    assert games.best > 3 * games.usual
+    assert games.expert > 0.1
     progress = progress_at(0.0)
-    progress._games_to_come = 0.01, 0.2
+    progress._games_to_come = duration.Games(0.01, 0.2, 3.0)
     # What took 1.6 s were 1.6 s of CPU time.
-    assert progress.evaluations() == pytest.approx(37 * 6.0 + 1168 * 0.01 + 1448 * 0.2)
+    assert progress.evaluations() == pytest.approx(37 * 6.0 + 1168 * 0.01 + 1136 * 0.2 + 400 * 3.0)
 
 
 def test_the_view_fits_a_small_terminal() -> None:

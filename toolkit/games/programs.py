@@ -225,6 +225,10 @@ class BackgroundGames:
             self._thread = threading.Thread(target=self._play_beside, daemon=True)
             self._thread.start()
 
+    def left(self, name: str) -> int:
+        """How many games of a program are not played yet."""
+        return sum(whose[1] == name for whose, _ in list(self._left))
+
     def _play(self, whose: tuple[str, str], boards: Sequence[int], pool: Any = None) -> None:
         stage, name = whose
         record = name == evaluation.BEST

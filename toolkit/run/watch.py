@@ -348,7 +348,7 @@ class Progress(Observer):
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
-        self._games_to_come: tuple[float, float] | None = None  # CPU seconds of the evaluations' games
+        self._games_to_come: duration.Games | None = None  # the evaluations', where --minutes asks
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self._started = started or time.monotonic()
 
@@ -482,14 +482,16 @@ class Progress(Observer):
     def evaluations(self) -> float:
         """Seconds that the evaluations will take."""
         done, seconds = self._rollouts.last["completions"], self._trainer.seconds
-        parts = seconds["generate"], seconds["score"], self._games_to_come
-        return duration.of_evaluations(self._config, self.games.boards, self.steps * len(done), done, *parts)
+        judged, left = self.steps * len(done), self.games.left("expert")
+        games = self._games_to_come or duration.Games.of(done)
+        parts = seconds["generate"], seconds["score"], games, left
+        return duration.of_evaluations(self._config, self.games.boards, judged, done, *parts)
 
     def time_is_up(self, step: float) -> bool:
         """Whether the evaluations have to begin, so that all ends within --minutes.  `step` are the seconds of one."""
         left = 60 * self._config.minutes - self._loading - self._spent
         if self._config.minutes and self.steps % SAMPLED == FORESEEN:
-            self._games_to_come = duration.play_some(self.evaluator, self._rollouts.last["completions"])
+            self._games_to_come = duration.Games.played(self.evaluator, self._rollouts.last["completions"])
         foreseen = step + self.evaluations() if self.steps >= FORESEEN else 0.0  # the first steps compile
         return self._config.minutes > 0 and left < foreseen
 
