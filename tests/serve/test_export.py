@@ -670,3 +670,20 @@ def test_an_export_replaces_nothing_behind_a_link(tmp_path: Path, capsys: pytest
     assert program.main(["export", str(tmp_path / "run")]) == 2
     assert f"{tmp_path / 'run' / 'export'} is a link: remove it" in capsys.readouterr().err
     assert (tmp_path / "mine" / "lora").is_dir()
+
+
+@pytest.mark.parametrize(("supported", "free", "computes_in"), [(False, 1e9, "float32"), (False, 100.0, "bfloat16"),
+                                                                (True, 1e9, "bfloat16")])  # fmt: skip
+def test_a_processor_without_bfloat16_compares_in_float32(
+    monkeypatch: pytest.MonkeyPatch, supported: bool, free: float, computes_in: str
+) -> None:
+    """It emulates bfloat16: SmolLM2's comparison had not ended after ten minutes.  What is written stays as it is."""
+    import torch
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    monkeypatch.setattr(verify, "available_memory", lambda: free)
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    found = verify.quick(model)
+    assert found.weight.dtype == getattr(torch, computes_in)
+    assert model.weight.dtype == torch.bfloat16
+    assert found.weight.bfloat16().equal(model.weight)
