@@ -62,6 +62,7 @@ class Args:
     steps: int = 0  # of each run; 0: the recipe's
     methods: tuple[str, ...] = ("recipe", "mean", "rejection", "published")  # of METHODS
     best_of: int = 1  # of how many seeds the best of N is measured
+    weights: Literal["auto", "4bit", "16bit"] = "auto"  # of the model, on a GPU
     output_dir: Path | None = None  # keeps the runs; a later start with the same folder continues
     way: str = ""  # for `steps`: what is changed
     words: str = "[]"  # for `steps`: the program's options, as JSON
@@ -221,14 +222,14 @@ class Sampled:
 BOARDS = 128  # held-out boards, and answers of a model
 
 
-def recipe(seed: int) -> program.TrainConfig:
+def recipe(seed: int, **other: Any) -> program.TrainConfig:
     """The recipe of SmolLM2, which says how a model is asked too."""
-    return replace(program.train_defaults("smollm2"), seed=seed, games=BOARDS, keys=KEYS)
+    return replace(program.train_defaults("smollm2"), seed=seed, games=BOARDS, keys=KEYS, **other)
 
 
-def sampled(model: str | Path, seed: int) -> Sampled:
+def sampled(model: str | Path, seed: int, weights: str) -> Sampled:
     """The programs of a model's answers to the prompt in the held-out wording."""
-    evaluator = program.Evaluator(recipe(seed), 6, 2048)
+    evaluator = program.Evaluator(recipe(seed, weights=weights), 6, 2048)
     loaded = program.load_model(str(model), evaluator.config, lambda _: None)
     return Sampled.of(evaluator, evaluator.answers(*loaded, BOARDS, (-1,)))
 
@@ -239,9 +240,9 @@ def of_programs(sources: Sequence[str]) -> Sampled:
     return Sampled.of(evaluator, [f"```python\n{sources[i % len(sources)]}\n```" for i in range(BOARDS)])
 
 
-def best_of_n(count: int, seed: int) -> Sampled:
+def best_of_n(count: int, seed: int, weights: str) -> Sampled:
     """The hundred best of so many programs of the untrained model, on the held-out boards."""
-    evaluator = program.Evaluator(config := recipe(seed), 4, 2048)
+    evaluator = program.Evaluator(config := recipe(seed, weights=weights), 4, 2048)
     found = programs.sampled_programs(evaluator, *program.load_model("smollm2", config, lambda _: None), count)
     return of_programs(programs.race(evaluator, found, config.race_games).ranking[:100])
 
@@ -260,17 +261,17 @@ def learn(args: Args, out: Path) -> dict[str, Any]:
     count = (args.steps or numbers.steps) * numbers.batch_size * numbers.accumulation
     rows: dict[str, list[Sampled]] = {"before": []}
     for seed in args.seeds:
-        rows["before"].append(kept(out / f"before-{seed}.json", partial(sampled, "smollm2", seed)))
+        rows["before"].append(kept(out / f"before-{seed}.json", partial(sampled, "smollm2", seed, args.weights)))
         for method in args.methods:
             steps = {"steps": args.steps} if args.steps else {}
-            folder = out / f"{method}-{seed}"
-            run(method, folder, seed=seed, **{"best-of": 0, "games": 32, **METHODS[method], **steps})
+            folder, same = out / f"{method}-{seed}", {"seed": seed, "weights": args.weights}
+            run(method, folder, **same, **{"best-of": 0, "games": 32, **METHODS[method], **steps})
             after, best = folder / "after.json", folder / "best.json"
-            rows.setdefault(method, []).append(kept(after, partial(sampled, folder / "adapter", seed)))
+            rows.setdefault(method, []).append(kept(after, partial(sampled, folder / "adapter", seed, args.weights)))
             source = (folder / "best_strategy.py").read_text()
             rows.setdefault(f"{method}, best program", []).append(kept(best, partial(of_programs, [source])))
     for seed in args.seeds[: args.best_of]:
-        of_n = kept(out / f"best-of-n-{seed}.json", partial(best_of_n, count, seed))
+        of_n = kept(out / f"best-of-n-{seed}.json", partial(best_of_n, count, seed, args.weights))
         rows.setdefault(f"best hundred of {count} untrained", []).append(of_n)
     rows |= {name: [of_programs([source])] for name, source in blind_programs().items()}
     table = Table("", "seed", "loads", "distinct", "reward, 6x6", "won, 6x6", "log2 of the tile, 4x4")
