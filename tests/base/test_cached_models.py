@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from toolkit.base.cached_models import alone_in, made_once
+from toolkit import UsageError
+from toolkit.base.cached_models import made_once
 
 
 def has_weights(folder: Path) -> bool:
@@ -37,22 +38,26 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*")] == ["model", "model/weights"]
 
 
-def wait_and_write(folder: Path) -> None:
-    time.sleep(0.3)
-    write(folder)
-    (folder / str(os.getpid())).touch()
+def test_two_processes_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """The later one begins while the first is at work, and ends after it."""
+    folder, first_is_there, second_is_there = tmp_path / "model", multiprocessing.Event(), multiprocessing.Event()
 
+    def first(made: Path) -> None:
+        first_is_there.set()
+        assert second_is_there.wait(60)
+        write(made)
 
-def test_two_processes_make_it_once(tmp_path: Path) -> None:
-    """The later one waits for the earlier one."""
-    folder = tmp_path / "model"
-    processes = [multiprocessing.Process(target=made_once, args=(folder, wait_and_write, has_weights)) for _ in "ab"]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len([*folder.iterdir()]) == 2
+    def second(made: Path) -> None:
+        second_is_there.set()
+        processes[0].join()
+        write(made)
+
+    processes = [multiprocessing.Process(target=made_once, args=(folder, first, has_weights))]
+    processes[0].start()
+    assert first_is_there.wait(60)
+    made_once(folder, second, has_weights)
+    assert processes[0].exitcode == 0
+    assert [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*")] == ["model", "model/weights"]
 
 
 def test_a_damaged_model_is_made_again(tmp_path: Path) -> None:
@@ -62,10 +67,26 @@ def test_a_damaged_model_is_made_again(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "model").iterdir()] == ["weights"]
 
 
-def test_the_lock_leaves_no_file_and_ends(tmp_path: Path) -> None:
-    with alone_in(tmp_path):
-        assert not [*tmp_path.iterdir()]
-    with pytest.raises(RuntimeError), alone_in(tmp_path):
-        raise RuntimeError
-    with alone_in(tmp_path):
-        shutil.rmtree(tmp_path)
+def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: another machine may be at work there."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / ".model-of-another").mkdir()
+    made_once(tmp_path / "model", write, has_weights)
+    assert {file.name for file in tmp_path.iterdir()} == {"model", ".model-of-another"}
+
+
+def test_a_failure_leaves_nothing_and_no_lock(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        (folder / "half").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UsageError, match="No space left on device"):
+        made_once(tmp_path / "model", fails, has_weights)
+    assert not [*tmp_path.iterdir()]
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)

@@ -85,7 +85,9 @@ def test_its_memory_is_known_without_a_hub(elsewhere: Path) -> None:
     assert machine.memory_needed("smollm2", program.train_defaults("smollm2"))["weights"] > 0
 
 
-def test_a_conversion_that_was_cut_short_is_made_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_was_cut_short_is_made_again_and_checked(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder without its weights, as an older program or a careless copy may leave it, counts as none."""
     made: list[Path] = []
     monkeypatch.setattr(smollm2, "check_installed", lambda: None)
@@ -93,8 +95,10 @@ def test_a_conversion_that_was_cut_short_is_made_again(elsewhere: Path, monkeypa
     monkeypatch.setattr(smollm2, "convert", lambda file, folder: made.append(folder))
     smollm2.folder().mkdir(parents=True)
     (smollm2.folder() / "config.json").write_text("{}")
-    assert smollm2.converted(lambda _: None) == smollm2.folder()
+    with pytest.raises(UsageError, match="other weights than those recorded"):
+        smollm2.converted(lambda _: None)
     assert len(made) == 1
+    assert not [*(elsewhere / "gpt_2048_rl").iterdir()]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,45 +180,71 @@ def test_the_collapse_of_a_real_model_is_named_before_it_is_complete() -> None:
     assert said[12].startswith("collapsing, most answers are one program: lower --learning-rate")
 
 
-def progress_at(minutes: float, steps: int = 4, best_of: int = 512) -> Any:
-    """A run with 312 held-out boards after so many steps of 32 answers, 6.5 minutes after its start."""
-    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256, boards=1)
-    lost = {"outcome": "lost", "seconds": 0.05}
-    rollouts = SimpleNamespace(last={"completions": [{"reward": float(n), "results": [lost]} for n in range(32)]})
+def progress_at(minutes: float, steps: int = 4, best_of: int = 512, seconds: float = 0.05) -> Any:
+    """A run with 312 held-out boards after so many steps of 32 answers, 6.5 minutes after its start, of which 20 s of
+    the expert's games are left.  Its last games took so many seconds."""
+    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256)
+    done = [{"source": str(n), "reward": float(n),
+             "results": [{"board": "a", "outcome": "lost", "seconds": seconds}]} for n in range(32)]  # fmt: skip
     trainer = SimpleNamespace(seconds={"generate": 6.0, "score": 1.6}, state=SimpleNamespace(global_step=steps))
     progress: Any = watch.Progress.__new__(watch.Progress)
-    games = SimpleNamespace(boards=312, left=lambda name: 400)
-    progress.__dict__ |= {"_config": options, "_rollouts": rollouts, "_trainer": trainer, "_loading": 60.0,
-                          "_spent": 5.5 * 60, "_games_to_come": None, "games": games}  # fmt: skip
+    games = SimpleNamespace(boards=312, to_come=lambda name: 20.0)
+    progress.__dict__ |= {"_config": options, "_rollouts": SimpleNamespace(last={"completions": done}),
+                          "_trainer": trainer, "_loading": 60.0, "_began": time.monotonic() - 5.5 * 60, "games": games,
+                          "_games_to_come": None, "_steps_here": steps, "evaluator": None}  # fmt: skip
     return progress
 
 
-@pytest.mark.parametrize(("minutes", "best_of", "over"), [(13.1, 512, False), (12.9, 512, True), (12.9, 0, False),
-                                                          (12.9, -1, False), (0.0, 512, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("minutes", "best_of", "over"),
+    [(13.1, 512, False), (12.9, 512, True), (10.6, 0, False), (10.3, 0, True), (12.9, -1, False), (0.0, 512, False)],
+)
 def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
-    """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, and 2,704 games
-    of 0.05 s 135, after 6.5 minutes; another step takes 30 s."""
+    """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, 2,304 games of
+    0.05 s 115, and the expert 20 s, after 6.5 minutes; another step takes 30 s.  Without a control there is one race,
+    and 656 answers in 21 batches and 1,224 games take 187 s instead of 337."""
     assert progress_at(minutes, best_of=best_of).time_is_up(30.0) == over
 
 
 def test_the_first_steps_say_little_about_the_next() -> None:
-    """They compile."""
+    """They compile, also those after a resume."""
     assert not progress_at(13.1, steps=2).time_is_up(300.0)
     assert progress_at(13.1, steps=4).time_is_up(300.0)
 
 
-def test_games_to_come_are_those_of_the_evaluations() -> None:
+def test_a_step_that_played_nothing_ends_no_run() -> None:
+    """The price of a second of CPU time, worked out from games of no length, was that of thirty years."""
+    assert not progress_at(60.0, seconds=0.0).time_is_up(30.0)
+
+
+def test_equal_programs_are_judged_once() -> None:
+    """So 32 of them cost what one costs."""
+    progress = progress_at(0.0)
+    some = progress.evaluations()
+    for done in progress._rollouts.last["completions"]:
+        done["source"] = "the same"
+    progress._trainer.seconds["score"] = 0.05
+    assert progress.evaluations() == pytest.approx(some)
+
+
+def test_with_a_limit_games_are_played_as_the_evaluations_play_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --minutes 4 they took 150 s where 60 were foreseen: they go on where a stage ends them, and most are those
-    of the best programs.  Here the best quarter look at each board for long."""
+    of the best programs."""
+    monkeypatch.setattr(duration, "play_some", lambda *_: (0.01, 0.2))
+    for minutes, steps, foreseen in ((60.0, 13, 1168 * 0.01 + 1136 * 0.2), (60.0, 14, 2304 * 0.05),
+                                     (0.0, 13, 2304 * 0.05)):  # fmt: skip
+        progress = progress_at(minutes, steps)
+        progress.time_is_up(30.0)
+        # What took 1.6 s were 1.6 s of CPU time.
+        assert progress.evaluations() == pytest.approx(37 * 6.0 + 20 + foreseen)
+
+
+def test_some_games_are_of_a_step_and_of_its_best_quarter() -> None:
+    """Here that looks at each board for long."""
     slow = "def strategy(board):\n    sum(range(10**5))\n    return 'wasd'[len(str(board)) % 4]"
     done = [{"source": None, "reward": 0.0}] * 24 + [{"source": slow, "reward": 1.0}] * 8
-    games = duration.Games.played(program.Evaluator(program.TrainConfig(keys="wasd"), 4, 8), done)
-    assert games.best > 3 * games.usual
-    assert games.expert > 0.1
-    progress = progress_at(0.0)
-    progress._games_to_come = duration.Games(0.01, 0.2, 3.0)
-    # What took 1.6 s were 1.6 s of CPU time.
-    assert progress.evaluations() == pytest.approx(37 * 6.0 + 1168 * 0.01 + 1136 * 0.2 + 400 * 3.0)
+    usual, best = duration.play_some(program.Evaluator(program.TrainConfig(keys="wasd"), 4, 8), done)
+    assert best > 2 * usual > 0
 
 
 def test_the_view_fits_a_small_terminal() -> None:

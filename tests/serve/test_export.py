@@ -22,7 +22,7 @@ from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run, run_python
 from toolkit import UsageError
-from toolkit.model import adapters, tiny
+from toolkit.model import adapters, smollm2, tiny
 from toolkit.serve import export, verify
 
 if TYPE_CHECKING:
@@ -687,3 +687,21 @@ def test_a_processor_without_bfloat16_compares_in_float32(
     assert found.weight.dtype == getattr(torch, computes_in)
     assert model.weight.dtype == torch.bfloat16
     assert found.weight.bfloat16().equal(model.weight)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ({"format": "mxfp4"}, "mxfp4 is a format for gpt-oss, but .* is smollm2: use --format merged_16bit"),
+    ({"format": "gguf", "experts": "mxfp4"}, "--experts is for a model with experts, and smollm2 has none"),
+])  # fmt: skip
+def test_what_smollm2_lacks_is_named(words: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = export.ExportConfig(tmp_path, **words)
+    with pytest.raises(UsageError, match=said):
+        export.check_export(config, str(smollm2.folder()), tmp_path, print)
+
+
+def test_a_family_counts_only_where_a_format_asks(tmp_path: Path) -> None:
+    """An adapter is written for a model that transformers does not know yet."""
+    (tmp_path / "config.json").write_text('{"model_type": "made_up"}')
+    said: list[str] = []
+    assert not export.check_export(export.ExportConfig(tmp_path, "lora"), str(tmp_path), tmp_path / "out", said.append)
+    assert "not verified" in said[0]

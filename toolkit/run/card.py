@@ -45,7 +45,7 @@ ollama create player -f Modelfile && ollama run player
 """
 LLAMACPP_ADAPTER = """\
 ```
-llama-server -m gpt-oss-20b-mxfp4.gguf --lora adapter.gguf --jinja --chat-template-file chat_template.jinja
+llama-server -m BASE.gguf --lora adapter.gguf --jinja --chat-template-file chat_template.jinja
 ```
 """
 

@@ -348,7 +348,8 @@ class Progress(Observer):
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
-        self._games_to_come: duration.Games | None = None  # the evaluations', where --minutes asks
+        self._games_to_come: tuple[float, float] | None = None  # CPU seconds of the evaluations', where --minutes asks
+        self._steps_here = 0  # since this start of the run
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self._started = started or time.monotonic()
 
@@ -482,18 +483,16 @@ class Progress(Observer):
     def evaluations(self) -> float:
         """Seconds that the evaluations will take."""
         done, seconds = self._rollouts.last["completions"], self._trainer.seconds
-        judged, left = self.steps * len(done), self.games.left("expert")
-        games = self._games_to_come or duration.Games.of(done)
-        parts = seconds["generate"], seconds["score"], games, left
-        return duration.of_evaluations(self._config, self.games.boards, judged, done, *parts)
+        parts = seconds["generate"], seconds["score"], self._games_to_come, self.games.to_come("expert")
+        return duration.of_evaluations(self._config, self.games.boards, self.steps * len(done), done, *parts)
 
     def time_is_up(self, step: float) -> bool:
         """Whether the evaluations have to begin, so that all ends within --minutes.  `step` are the seconds of one."""
-        left = 60 * self._config.minutes - self._loading - self._spent
-        if self._config.minutes and self.steps % SAMPLED == FORESEEN:
-            self._games_to_come = duration.Games.played(self.evaluator, self._rollouts.last["completions"])
-        foreseen = step + self.evaluations() if self.steps >= FORESEEN else 0.0  # the first steps compile
-        return self._config.minutes > 0 and left < foreseen
+        if self._config.minutes and self._steps_here % SAMPLED == FORESEEN:
+            self._games_to_come = duration.play_some(self.evaluator, self._rollouts.last["completions"])
+        foreseen = step + self.evaluations() if self._steps_here >= FORESEEN else 0.0  # the first steps compile
+        waited = self._loading + time.monotonic() - self._began
+        return 0 < 60 * self._config.minutes < waited + foreseen
 
     def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""
@@ -502,6 +501,8 @@ class Progress(Observer):
         warning = self._watcher.look(step, logs)
         tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
         trouble = self._watcher.trouble
+        self._steps_here += 1
+        is_late = by_first_rank(partial(self.time_is_up, took))
         self._view.step(self.steps, step, tokens, took, self.evaluations(), warning, trouble, self._best)
         if self._writer:
             write_glance(self._writer, step, self.steps, tokens)
@@ -510,4 +511,4 @@ class Progress(Observer):
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
-        return bool(self._watcher.ended) or by_first_rank(partial(self.time_is_up, took))
+        return bool(self._watcher.ended) or is_late

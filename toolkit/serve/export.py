@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit import UsageError
-from toolkit.base.files import check_links, check_whole, read_json
+from toolkit import UsageError, checked
+from toolkit.base.files import check_links, check_whole, naming, read_json
 from toolkit.model import smollm2, tiny
 from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
 from toolkit.model.machine import (
@@ -243,7 +243,8 @@ def write_merged(
     if packed:
         weights = {name: tensor for name, tensor in weights.items() if not EXPERT_WEIGHTS.search(name)} | packed
     asked = read_json(find_run(config.source) / "config.json") or read_json(config.source / TRAINING)
-    temperature = asked.get("temperature", 1.0)  # in training
+    with naming(config.source):
+        temperature = checked(asked.get("temperature", 1.0), float)  # in training
     if config.format == "gguf":
         folder.mkdir()
         llamacpp.write_model(folder / "model.gguf", weights, model.config, tokenizer, experts)
@@ -306,15 +307,15 @@ FAMILIES = {"mxfp4": ("gpt_oss",), "gguf": ("gpt_oss", "smollm2"), "gguf_lora": 
 def check_export(config: ExportConfig, base: str, folder: Path, say: Callable[[str], None]) -> bool:
     """Raise UsageError if this machine cannot write an export.  Returns whether it can compare it, and says why not."""
     whole = config.format not in ("lora", "gguf_lora")
-    family = "smollm2" if Path(base) == smollm2.folder() else config_of(base).model_type
-    fitting = FAMILIES.get(config.format, (family,))
-    if family not in fitting:
-        raise UsageError(
-            f"{config.format} is a format for {' and '.join(fitting).replace('_', '-')}, but {base} is {family}: use "
-            f"--format {'merged_16bit' if whole else 'lora'}"
-        )
-    if config.experts != ExportConfig.experts and family != "gpt_oss":
-        raise UsageError(f"--experts is for a model with experts, and {family} has none: leave it out")
+    if fitting := FAMILIES.get(config.format):
+        family = "smollm2" if Path(base) == smollm2.folder() else config_of(base).model_type
+        if family not in fitting:
+            raise UsageError(
+                f"{config.format} is a format for {' and '.join(fitting).replace('_', '-')}, but {base} is {family}: "
+                f"use --format {'merged_16bit' if whole else 'lora'}"
+            )
+        if config.experts != ExportConfig.experts and family != "gpt_oss":
+            raise UsageError(f"--experts is for a model with experts, and {family} has none: leave it out")
     if not whole and not config.verify:
         return False
     try:
@@ -436,6 +437,7 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
+    base = str(smollm2.folder()) if base == "smollm2" else base
     layout = tiny.layout_of(Path(base))
     if layout:
         tiny.warm_start(spec(layout), progress=tiny.every_tenth(say))  # it may have left the cache

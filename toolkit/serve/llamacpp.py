@@ -99,9 +99,8 @@ def typed(name: str, tensor: torch.Tensor, experts: str) -> tuple[Any, Any]:
 
 def in_ggml_order(module: str, rows: torch.Tensor, config: Any) -> torch.Tensor:
     """What a projection `module` adds to its output, (out, any), with the rows as llama.cpp has them."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    turned = heads.get(module.rpartition(".")[2]) if config.model_type == "llama" else None
-    return smollm2.rows_for_llamacpp(rows, turned) if turned else rows
+    heads = smollm2.heads_of(module, config) if config.model_type == "llama" else 0
+    return smollm2.rows_for_llamacpp(rows, heads) if heads else rows
 
 
 def ggml_tensors(weights: Mapping[str, torch.Tensor], config: Any) -> Iterator[tuple[str, torch.Tensor]]:

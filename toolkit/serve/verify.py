@@ -60,7 +60,8 @@ def quick(model: Any) -> Any:
     import torch
 
     size = 4 * sum(weights.numel() for weights in model.parameters())  # in float32
-    emulated = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    in_16_bits = next(model.parameters()).dtype == torch.bfloat16
+    emulated = in_16_bits and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return copy.deepcopy(model).float() if emulated and 2 * size < available_memory() else model
 
 
