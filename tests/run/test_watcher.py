@@ -21,7 +21,7 @@ import gpt_2048_rl as program
 from tests.conftest import flags
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
-from toolkit.games import duration
+from toolkit.games import duration, programs
 from toolkit.model import tiny
 from toolkit.run import watch, watcher
 from toolkit.run.steps import OUTCOMES
@@ -237,6 +237,17 @@ def test_with_a_limit_games_are_played_as_the_evaluations_play_them(monkeypatch:
         progress.time_is_up(30.0)
         # What took 1.6 s were 1.6 s of CPU time.
         assert progress.evaluations() == pytest.approx(37 * 6.0 + 20 + foreseen)
+
+
+def test_games_to_come_take_as_long_as_those_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The expert's come first: 320 of them took five minutes that nobody had foreseen."""
+    monkeypatch.setattr(programs.BackgroundGames, "_play_beside", lambda _: None)
+    games = program.held_out_games(program.TrainConfig(games=3, held_out=("4:2048",)))
+    assert games.to_come("expert") == 0  # none is played: nothing is known
+    assert [whose for (_, whose), _ in games._left][:4] == ["expert"] * 3 + ["greedy"]
+    played: Any = [SimpleNamespace(seconds=2.0), SimpleNamespace(seconds=4.0)]
+    games.games["4x4", "expert"] = played
+    assert games.to_come("expert") == 9.0
 
 
 def test_some_games_are_of_a_step_and_of_its_best_quarter() -> None:
