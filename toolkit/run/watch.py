@@ -511,4 +511,7 @@ class Progress(Observer):
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
+        if is_late:
+            about = timedelta(seconds=round(self.evaluations()))
+            self._view.say(f"evaluating now, for about {about} (--minutes): fewer --games leave more time for training")
         return bool(self._watcher.ended) or is_late
