@@ -31,7 +31,7 @@ def removing_leftovers(folder: Path, pattern: str) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_NB | fcntl.LOCK_EX)
             for left in folder.glob(pattern):
                 shutil.rmtree(left)
         with contextlib.suppress(OSError):
