@@ -43,15 +43,16 @@ def game_seconds(completions: Sequence[Mapping[str, Any]]) -> float:
 
 
 def play_some(evaluator: Evaluator, completions: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """CPU seconds of a game as the evaluations play it: of a step's completions, and of the best quarter of them.
+    """CPU seconds of a game as the evaluations play it: of a step's completions, and of the best of them.
 
-    Games in training do not tell: they end where their stage does.  PLAYED of each play a board.
+    Games in training do not tell: they end where their stage does.  PLAYED of the completions play a board, and as many
+    of their best quarter, whose longer half counts: a race weeds out the others.
     """
     parts = completions, best_quarter(completions)
     some = [[done["source"] or "" for done in part[:: math.ceil(len(part) / PLAYED)]] for part in parts]
     boards = evaluator.boards(1, "duration")
-    usual, best = (statistics.fmean(game.seconds for (game,) in evaluator.play(part, boards)) for part in some)
-    return usual, best
+    usual, best = (sorted(game.seconds for (game,) in evaluator.play(part, boards)) for part in some)
+    return statistics.fmean(usual), statistics.fmean(best[len(best) // 2 :])
 
 
 def of_evaluations(
