@@ -1140,15 +1140,15 @@ class ModelOptions:
 
     reasoning: Literal["none", "low", "medium", "high"] = "none"  # analysis before the answer; none: answer at once
     temperature: Annotated[float, (0.01, 10.0)] = 1.0  # of sampling, in training and evaluation
-    max_new_tokens: Annotated[int, (0, 1 << 20)] = 0  # tokens of a completion; 0: 768, with reasoning 1024 to 4096
-    max_seq_length: Annotated[int, (0, 1 << 20)] = 0  # prompt plus completion tokens; at least 568 + max_new_tokens
+    max_new_tokens: Annotated[int, (1, 1 << 20)] = REASONING["none"]  # of a completion; with reasoning 1024 to 4096
     eval_batch_size: Annotated[int, (1, 1024)] = 32  # completions generated at a time in evaluation
     # On a GPU; auto: what doctor --measure found, otherwise gpt-oss as stored (MXFP4) from 24 GB on, others in 4 bits.
     weights: Literal["auto", "4bit", "stored", "16bit"] = "auto"
 
-    def __post_init__(self) -> None:
-        self.max_new_tokens = self.max_new_tokens or REASONING[self.reasoning]
-        self.max_seq_length = max(self.max_seq_length, PROMPT_TOKENS + self.max_new_tokens)
+    @property
+    def max_seq_length(self) -> int:
+        """Tokens of the longest prompt and its completion."""
+        return PROMPT_TOKENS + self.max_new_tokens
 
 
 @dataclass(kw_only=True)
@@ -1889,7 +1889,7 @@ def play(config: PlayConfig, console: Console) -> dict[str, Any]:
         table.add_row(*map(str, (r.seed, r.outcome, r.steps, r.max_tile, r.score)), f"{r.seconds:.3f}", r.detail)
     console.print(table if results else "no answer has a program that plays")
     return {
-        "file": config.player,
+        "player": config.player,
         "source": source,
         "size": config.size,
         "target": config.target,

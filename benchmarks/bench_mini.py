@@ -188,7 +188,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
         """Prompts and answers as long as RookWorld-LM's."""
 
         def prompt_ids(self, item: Any) -> list[int]:
-            return random.Random(item.prompt).choices(range(1000), k=48 if item.task == "P" else 88)
+            return random.Random(item.prompt).choices(range(1000), k=48 if item.kind == "P" else 88)
 
     torch.manual_seed(0)
     task = Documents(LineTokens(), EvalConfig(a_lines=100))

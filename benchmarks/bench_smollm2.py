@@ -4,7 +4,8 @@
     python benchmarks/bench_smollm2.py speed
     python benchmarks/bench_smollm2.py learn --output-dir outputs/smollm2 --seeds 1 2 3
 
-`speed`: the same steps by this program and by TRL's own trainer, without toolkit/model/cpu_speed.py.
+`speed`: steps of this program, and of TRL's own trainer with the same model, arguments, rewards and rows, which has
+neither toolkit/model/cpu_speed.py nor watching, recording and checkpoints.
 `learn`: the recipe, and beside it what could embarrass or better it, with the same number of sampled programs:
 
 - mean: GRPO's own advantages, which push a program as often as it was sampled;
@@ -26,9 +27,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,14 +101,46 @@ def take_advantages(rule: Callable[[Sequence[dict[str, Any]], int], list[float]]
     program.without_flat_groups = changed
 
 
+def train_by_trl(config: program.TrainConfig) -> list[float]:
+    """Train with TRL's own trainer.  Returns the seconds of each step."""
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    ends: list[float] = []
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    machine.speed_up = lambda model: None  # type: ignore[attr-defined]
+    model, tokenizer = program.load_model(config.model, config, lambda _: None)
+    folder, ladder = config.output_dir / config.run_name, program.Ladder([program.Stage.read(config.ladder[0])])
+    folder.mkdir(parents=True)
+    rows = program.training_set(config, ladder)
+    rollouts = program.Rollouts(folder / "rollouts.jsonl", config, ladder)
+    ours = program.make_trainer(program.add_adapters(model, config), tokenizer, config, folder, rollouts, rows)
+    ours.args.save_strategy = "no"
+    GRPOTrainer(
+        model=ours.model,
+        processing_class=tokenizer,
+        args=ours.args,
+        reward_funcs=[*program.REWARDS, program.ends_in_time],
+        train_dataset=rows,
+        callbacks=[Ends()],
+    ).train()
+    return [after - before for before, after in pairwise(ends)]
+
+
 def steps(way: str, words: Sequence[str]) -> int:
-    """The program's command line with one thing changed.  Its last line tells the peak of memory in bytes."""
+    """A training with one thing changed.  Its last line tells the peak of memory in bytes."""
     if way == "rejection":
         take_advantages(best_quarter)
-    if way == "trl":
-        machine.speed_up = lambda model: None  # type: ignore[attr-defined]
-    status = program.main(list(words))
-    print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    seconds = train_by_trl(program.parse_arguments(list(words))) if way == "trl" else []
+    status = 0 if seconds else program.main(list(words))
+    print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "steps": seconds}))
     return status
 
 
@@ -130,12 +165,12 @@ def run(way: str, folder: Path, **options: object) -> dict[str, Any]:
 
 
 def speed(args: Args, out: Path) -> dict[str, Any]:
-    """Seconds of a step of 16 completions of at most 96 tokens, and peak memory, of this program and of TRL alone."""
+    """Seconds of a step of 16 completions of at most 96 tokens, and peak memory, of this program and of TRL's."""
     numbers = {
         "steps": args.steps or 4,
         "generations": 16,
-        "batch-size": 16,
-        "accumulation": 1,
+        "batch-size": 8,  # as in the recipe
+        "accumulation": 2,
         "max-new-tokens": 96,
         "games": 1,
         "best-of": 0,
@@ -143,19 +178,20 @@ def speed(args: Args, out: Path) -> dict[str, Any]:
         "race-games": 1,
         "report-to": "none",
     }
-    table, found = Table("16 completions", "generate", "judge", "update", "step, s", "peak, GB"), dict[str, Any]()
+    names = ("generate", "score", "update")
+    table, found = Table("16 completions", *names, "step, s", "peak, GB"), dict[str, Any]()
     for way in ("ours", "trl"):
         told = run(way, out / f"speed-{way}", seed=args.seeds[0], **numbers)
-        history = files.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
-        logs = [row for row in history["log_history"] if "loss" in row][1:]  # the first step warms up
-        parts = {name: [row[f"seconds/{name}"] for row in logs] for name in ("generate", "score", "update")}
-        whole = [sum(row) for row in zip(*parts.values(), strict=True)]
+        parts: dict[str, list[float]] = {}
+        if way == "ours":
+            history = files.read_json(out / f"speed-{way}" / f"checkpoint-{numbers['steps']}" / "trainer_state.json")
+            logs = [row for row in history["log_history"] if "loss" in row]
+            parts = {name: [row[f"seconds/{name}"] for row in logs][1:] for name in names}
+        whole = [sum(row) for row in zip(*parts.values(), strict=True)] or told["steps"][1:]  # the first warms up
         found[way] = {**parts, "step": whole, "peak": told["peak"]}
-        table.add_row(
-            way,
-            *(f"{statistics.median(values):.1f}" for values in (*parts.values(), whole)),
-            f"{told['peak'] / 1e9:.1f}",
-        )
+        shown = [f"{statistics.median(parts[name]):.1f}" if parts else "" for name in names]
+        spread = f"{statistics.median(whole):.1f} ({min(whole):.1f} to {max(whole):.1f})"
+        table.add_row(way, *shown, spread, f"{told['peak'] / 1e9:.1f}")
     Console(width=100).print(table)
     return found
 

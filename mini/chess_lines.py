@@ -59,7 +59,7 @@ OPENING = f"A: {chess.STARTING_FEN}+e2e4+e2e4+"
 class Example:
     """A document: a prompt and the right answer."""
 
-    task: Kind
+    kind: Kind
     prompt: str
     answer: str
 
@@ -231,7 +231,7 @@ A_GRAMMAR = re.compile(rf"([^+\n]+)\+({NUMBER})\+([01])\+([01])")
 class Verdict:
     """The judgement of an answer against the right one."""
 
-    task: Kind
+    kind: Kind
     scores: dict[str, float]  # per field, 0 to 1; empty if not valid
     listed: int = 0  # moves of a P answer, valid or not, where the position is known
     legal: int = 0  # of these
@@ -248,7 +248,7 @@ class Verdict:
         if not self.valid:
             return 0.0
         content = sum(WEIGHTS[name] * score for name, score in self.scores.items())
-        return (FORMAT[self.task] + content) / (FORMAT[self.task] + sum(WEIGHTS[name] for name in self.scores))
+        return (FORMAT[self.kind] + content) / (FORMAT[self.kind] + sum(WEIGHTS[name] for name in self.scores))
 
     @property
     def exact(self) -> bool:
@@ -257,23 +257,23 @@ class Verdict:
         return self.valid and all(score >= needed.get(name, 1.0) for name, score in self.scores.items())
 
 
-def judge(task: Kind, answer: str, truth: str, fen: str | None = None) -> Verdict:
+def judge(kind: Kind, answer: str, truth: str, fen: str | None = None) -> Verdict:
     """Judge an answer; by the strict grammar if the prompt's position is given.
 
     Raises ValueError if the truth itself breaks the grammar.
     """
     answer, truth = answer.strip(), truth.strip()
-    if task == "A":
-        return Verdict(task, judge_environment(answer, truth, strict=fen is not None))
+    if kind == "A":
+        return Verdict(kind, judge_environment(answer, truth, strict=fen is not None))
     scores = judge_policy(answer, truth)
     if fen is None:
-        return Verdict(task, scores)
+        return Verdict(kind, scores)
     board, listed = chess.Board(fen), re.findall(MOVE, answer.partition("E:")[0])
     legal = [move for move in board.legal_moves if move.uci() in listed]  # repeated: not legal
     if scores:
         scores["legal"] = len(legal) / len(listed)
     kings = sum(move.from_square == board.king(board.turn) for move in legal)
-    return Verdict(task, scores, len(listed), len(legal), kings)
+    return Verdict(kind, scores, len(listed), len(legal), kings)
 
 
 def shaped(verdict: Verdict, shaping: Shaping = "graduated") -> float:
@@ -359,7 +359,7 @@ def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by task: training and held-out."""
+    """Documents by kind: training and held-out."""
 
     train: dict[Kind, list[Example]]
     held_out: dict[Kind, list[Example]]
@@ -393,11 +393,11 @@ def read_example(line: str, tokens: Tokens) -> Example:
     example = parse_line(line)
     if not example:
         raise ValueError("neither a P nor an A line")
-    judge(example.task, example.answer, example.answer)
+    judge(example.kind, example.answer, example.answer)
     board = read_board(example.fen)
     flagged = example.answer.strip().endswith("+1")  # an A line may show that a move is illegal
-    moves = [example.prompt.split("+")[1]] if example.task == "A" else re.findall(MOVE, example.answer)
-    if example.task == "A":
+    moves = [example.prompt.split("+")[1]] if example.kind == "A" else re.findall(MOVE, example.answer)
+    if example.kind == "A":
         read_board(example.answer.partition("+")[0])
     for move in () if flagged else moves:
         if chess.Move.from_uci(move) not in board.legal_moves:
@@ -437,8 +437,8 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
     if config.data:
         examples = read_corpus(config.data, tokens)
         random.Random("held out").shuffle(examples)
-        train = {task: [e for e in examples if e.task == task] for task in KINDS}
-        held_out = {task: train[task][: config.held_out] for task in KINDS}
+        train = {kind: [e for e in examples if e.kind == kind] for kind in KINDS}
+        held_out = {kind: train[kind][: config.held_out] for kind in KINDS}
     else:
         policy = shipped_examples()
         if config.held_out >= len(policy):
@@ -448,12 +448,12 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
         both_colours = [best_first(e) for line in policy for e in (line, mirrored(line))]
         train = {"P": both_colours, "A": [e for line in played if (e := parse_line(line))]}
     forbidden = prompts_of(held_out)
-    train = {task: [example for example in train[task] if example.prompt not in forbidden] for task in KINDS}
-    for task in KINDS:
-        if not train[task]:
-            raise UsageError(f"--held-out {config.held_out}: of {len(held_out[task])} usable {task} lines none are "
+    train = {kind: [example for example in train[kind] if example.prompt not in forbidden] for kind in KINDS}
+    for kind in KINDS:
+        if not train[kind]:
+            raise UsageError(f"--held-out {config.held_out}: of {len(held_out[kind])} usable {kind} lines none are "
                              "left to train on")  # fmt: skip
-    say(" and ".join(f"{len(train[task])} {task}" for task in KINDS) + " lines to train on")
+    say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
     return Corpus(train, held_out)
 
 
@@ -482,7 +482,7 @@ class ChessTask:
 
     def answer_ids(self, item: Example) -> list[int]:
         """The right answer and the end token."""
-        blank = " " if item.task == "P" else ""
+        blank = " " if item.kind == "P" else ""
         return [*self.tokens.encode(blank + item.answer), self.end]
 
     def rows(self, items: Sequence[Example], device: torch.device) -> Rows:
@@ -492,20 +492,20 @@ class ChessTask:
 
     def judge(self, item: Example, answer: str) -> Verdict:
         """Judge an answer against the right one."""
-        return judge(item.task, answer, item.answer, item.fen if self.strict else None)
+        return judge(item.kind, answer, item.answer, item.fen if self.strict else None)
 
     def rewards(self, items: Sequence[Example], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
-        """Rewards (B, K); mean reward and validity of each task."""
+        """Rewards (B, K); mean reward and validity of each kind."""
         verdicts = [[self.judge(item, self.tokens.decode(row)) for row in rows]
                     for item, rows in zip(items, completions, strict=True)]  # fmt: skip
         rewards = torch.tensor([[shaped(verdict, self.shaping) for verdict in group] for group in verdicts])
         figures = {}
-        for task in KINDS:
-            group = torch.tensor([item.task == task for item in items])
+        for kind in KINDS:
+            group = torch.tensor([item.kind == kind for item in items])
             if group.any():
-                figures[f"reward/{task}"] = rewards[group].mean().item()
-                valid = [verdict.valid for row in verdicts for verdict in row if verdict.task == task]
-                figures[f"valid/{task}"] = sum(valid) / len(valid)
+                figures[f"reward/{kind}"] = rewards[group].mean().item()
+                valid = [verdict.valid for row in verdicts for verdict in row if verdict.kind == kind]
+                figures[f"valid/{kind}"] = sum(valid) / len(valid)
         return rewards, figures
 
 
@@ -521,7 +521,7 @@ def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | No
     def mean(values: Sequence[float]) -> float | None:
         return sum(values) / len(values) if values else None
 
-    scores = {kind: [v.scores for v in verdicts if v.task == kind] for kind in KINDS}
+    scores = {kind: [v.scores for v in verdicts if v.kind == kind] for kind in KINDS}
     listed, legal = sum(v.listed for v in verdicts), sum(v.legal for v in verdicts)
     return {
         "reward": mean([shaped(verdict, task.shaping) for verdict in verdicts]),

@@ -62,7 +62,7 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
 SYNONYMS = (  # what the same thing is called here, in mini/, TRL, transformers and the public notebook
     ("generations", "k_samples", "num_generations", "group_size"),
     ("steps", "iters", "max_steps", "num_train_epochs", "epochs"),
-    ("max_new_tokens", "max_completion_length", "max_tokens"),
+    ("max_new_tokens", "max_completion_length", "max_tokens", "max_seq_length"),
     ("batch_size", "per_device_train_batch_size"),
     ("eval_batch_size", "per_device_eval_batch_size"),
     ("accumulation", "gradient_accumulation_steps"),
@@ -355,14 +355,16 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     plays = hasattr(config, "player") and not config.model  # a file, and no model's answer
     name = getattr(config, "player", config.model)
     path = program_file(name) if plays else Path(machine.resolve_model(name))
-    options = own_game(path, type(config), config.reasoning)
-    if not options and not plays and config.reasoning == "none":
+    options, length = own_game(path, type(config), config.reasoning), list[str]()
+    if not plays and config.reasoning != "none":
+        length = ["--max-new-tokens", str(defaults(str(path), "stable", config.reasoning).max_new_tokens)]
+    elif not plays and not options:
         recipe = defaults(str(path), "stable", "none")  # asked as in training
         options = [word for name in HOW_IT_IS_ASKED for word in (spelled(name), str(getattr(recipe, name)))]
-    made_for = parse(type(config), [*options, *argv], prog) if options else copy.copy(config)
+    made_for = parse(type(config), [*length, *options, *argv], prog) if options or length else copy.copy(config)
     if plays:
         config.player = made_for.player = str(path)
-    if made_for != config:
+    if options and made_for != config:
         print(f"options taken from {path}: {' '.join(options)}", file=sys.stderr)
     return made_for
 
@@ -436,14 +438,7 @@ def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[
     kind = commands[name][0]
     check_empty(kind, rest)
     config = train_arguments(rest, prog, kind, defaults) if name == "train" else parse(kind, rest, prog)
-    config = with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
-    asked = chosen(rest, {"max_seq_length": "0"}, "json")["max_seq_length"]
-    if asked != "0" and int(asked) < config.max_seq_length:  # it was raised to what the others need
-        raise UsageError(
-            f"--max-seq-length {asked} is too short: prompt and completion take up to {config.max_seq_length} tokens; "
-            "leave it out, or lower --max-new-tokens"
-        )
-    return config
+    return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
 
 
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:

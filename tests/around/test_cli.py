@@ -106,7 +106,6 @@ def test_help_of_train_shows_ten_options_first() -> None:
         (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 80: name fewer, or below"),
         (["--model", "tiny", "--warmup-steps", "6", "--steps", "4"], "--warmup-steps 6 is more than --steps 4"),
         (["--lr-schedule", "linear", "--decay-steps", "9"], "--decay-steps needs --lr-schedule constant: linear falls"),
-        (["--model", "tiny", "--max-seq-length", "100"], "--max-seq-length 100 is too short: prompt and completion"),
         (["play", "/dev/null", "--answers", "3"], "--answers and --seed need a model after --model"),
         (["play", "/dev/null", "--seed", "3"], "need a model after --model: boards have --seeds"),
         (["play", "--model", "tiny", "--served-name", "a"], "--served-name and --api-key-file need a server's URL"),
@@ -157,12 +156,9 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert out == ""
 
 
-def test_a_short_try_keeps_the_defaults(tmp_path: Path) -> None:
-    """The README's has 3 steps, and the default warm-up has more.  A run's file has the length that its tokens need."""
+def test_a_short_try_keeps_the_defaults() -> None:
+    """The README's has 3 steps, and the default warm-up has more."""
     assert program.parse_arguments(["--steps", "3", "--run-name", ""]).warmup_steps > 3
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model": "tiny", "max_seq_length": 632}))
-    assert program.parse_arguments(["--config", str(file), "--max-new-tokens", "128"]).max_seq_length == 696
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(theirs, ours) for ours, *others in cli.SYNONYMS for theirs in others])
@@ -327,7 +323,7 @@ def test_a_runs_folder_is_played_by_its_best_program(tmp_path: Path, call: Call)
     made_for = program.TrainConfig(held_out=("6:64",), keys="wasd")
     write_program(tmp_path / "best_strategy.py", HONEST.replace("éuai", "wasd"), made_for)
     told = json.loads(call("play", tmp_path, "--seeds", 1, "--json")[0])
-    assert (told["file"], told["games"]["1"]["outcome"]) == (str(tmp_path / "best_strategy.py"), "success")
+    assert (told["player"], told["games"]["1"]["outcome"]) == (str(tmp_path / "best_strategy.py"), "success")
 
 
 DEEP = "[" * 200_000 + "]" * 200_000

@@ -92,9 +92,9 @@ def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on(task:
 
 
 def test_steps_mix_both_tasks(task: ChessTask) -> None:
-    drawn = [Counter(item.task for item in task.draw(random.Random(seed), 10)) for seed in range(3)]
+    drawn = [Counter(item.kind for item in task.draw(random.Random(seed), 10)) for seed in range(3)]
     assert drawn == [Counter(P=6, A=4)] * 3
-    odd = {item.task for seed in range(20) for item in task.draw(random.Random(seed), 1)}
+    odd = {item.kind for seed in range(20) for item in task.draw(random.Random(seed), 1)}
     assert odd == {"P", "A"}
 
 
@@ -125,7 +125,7 @@ def test_evaluation_judges_each_prompt_once(task: ChessTask, monkeypatch: pytest
 
     def judge_right(self: ChessTask, item: Example, answer: str) -> Verdict:
         judged.append(item)
-        return judge(item.task, item.answer, item.answer, item.fen)
+        return judge(item.kind, item.answer, item.answer, item.fen)
 
     monkeypatch.setattr(ChessTask, "judge", judge_right)
     torch.manual_seed(0)

@@ -153,7 +153,7 @@ def test_lines_with_and_without_their_prefix(played: list[str]) -> None:
 def test_reading_a_corpus(played: list[str], tmp_path: Path) -> None:
     path, tokens = tmp_path / "corpus.txt", LineTokens()
     path.write_text("\n".join([played[0], "", "nonsense", P_LINE, played[1]]))
-    assert [example.task for example in read_corpus(path, tokens)] == ["A", "P", "A"]
+    assert [example.kind for example in read_corpus(path, tokens)] == ["A", "P", "A"]
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="is no text in UTF-8"):
         read_corpus(path, tokens)
@@ -266,9 +266,9 @@ def test_games_of_an_engine_are_lines_of_both_tasks(engine: Path) -> None:
     lines = [*islice(game_lines(str(engine), DataConfig(multipv=4)), 300)]
     assert lines == [*islice(game_lines(str(engine), DataConfig(multipv=4)), 300)]
     examples = [example for line in lines if (example := parse_line(line))]
-    assert Counter(example.task for example in examples)["P"] > 100
+    assert Counter(example.kind for example in examples)["P"] > 100
     for before, after in pairwise(examples):
-        if before.task == "P":
+        if before.kind == "P":
             assert after.fen == before.fen
     assert any(example.answer.endswith("+1") for example in examples)  # an illegal proposal
 
@@ -311,9 +311,9 @@ BEFORE = "8/2k2b2/R1p4r/3p1p2/P7/2P2B1P/5PPK/4R3 w - - 1 31"  # the position of 
 
 def test_right_answers() -> None:
     right: tuple[tuple[Kind, str, str], ...] = (("P", P, START), ("A", A, BEFORE))
-    for task, truth, fen in right:
-        assert judge(task, truth, truth, fen).exact
-        verdict = judge(task, truth, truth)
+    for kind, truth, fen in right:
+        assert judge(kind, truth, truth, fen).exact
+        verdict = judge(kind, truth, truth)
         assert verdict.exact
         assert verdict.raw == 1
         assert [shaped(verdict, shaping) for shaping in ("capped", "graduated", "linear", "binary")] == [1] * 4

@@ -53,7 +53,7 @@ def test_a_step_draws_the_same_documents_again_and_no_held_out_ones(data: Path) 
     assert [len(held_out[kind]) for kind in ("P", "A")] == [8, 8]
     steps = [documents(lines, prompts_of(held_out), tokens, config, step) for step in range(5)]
     assert steps[3] == documents(lines, prompts_of(held_out), tokens, config, 3) != steps[4]
-    assert {item.task for item in steps[0]} == {"P", "A"}
+    assert {item.kind for item in steps[0]} == {"P", "A"}
     assert not {item.prompt for step in steps for item in step} & prompts_of(held_out)
 
 

@@ -32,7 +32,7 @@ def test_characters_round_trip_and_each_square_has_its_place(lines: list[str]) -
         spelled = [tokens.VOCABULARY[i] for i in tokens.encode(example.prompt)]
         assert [i for i, token in enumerate(spelled) if token == "/"] == [*range(9, 72, 9)]
         promotions = sum(token in "qrbn" for token in spelled[90:])
-        assert len(spelled) == (89 if example.task == "P" else 114 + promotions)
+        assert len(spelled) == (89 if example.kind == "P" else 114 + promotions)
         assert len(tokens.encode(example.answer)) < tokens.longest
 
 
@@ -99,7 +99,7 @@ def test_prompt_and_answer_apart_are_the_line_together(vocabulary: Path, lines: 
     for line in lines[::50]:
         example = parse_line(line)
         assert example is not None
-        blank = " " if example.task == "P" else ""
+        blank = " " if example.kind == "P" else ""
         whole = tokens.encode(example.prompt + blank + example.answer)
         assert tokens.encode(example.prompt) + tokens.encode(blank + example.answer) == whole
 

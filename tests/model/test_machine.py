@@ -420,7 +420,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
         monkeypatch.setattr("toolkit.model.doctor.find_machine", lambda: machine)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
-        training = partial(program.TrainConfig, max_seq_length=768)
+        training = partial(program.TrainConfig, max_new_tokens=200)
         monkeypatch.setattr(program, "train_defaults", lambda name: training(model=name))
         monkeypatch.setattr(program, "shared_pool", jail)
         told = doctor(config, console, program)

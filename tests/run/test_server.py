@@ -154,7 +154,7 @@ def test_the_command_line_of_a_server(tmp_path: Path) -> None:
     from transformers import GptOssConfig
 
     GptOssConfig(num_hidden_layers=24, num_local_experts=32).save_pretrained(tmp_path)
-    config = program.TrainConfig(sampler="vllm", lora_rank=4, max_seq_length=2048)
+    config = program.TrainConfig(sampler="vllm", lora_rank=4, max_new_tokens=2048 - 568)
     options = options_of(server.command(str(tmp_path), config, H200, 8000))
     assert options["--model"] == str(tmp_path)
     assert (options["--max-lora-rank"], options["--max-model-len"]) == ("8", "2048")

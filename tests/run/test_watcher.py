@@ -47,8 +47,8 @@ def test_a_healthy_step_is_silent() -> None:
     [
         ({}, {"completions/clipped_ratio": 0.9}, "--max-new-tokens"),
         ({"works": 0.05}, {}, "valid code"),
-        ({"identical": True, "flat": 1.0}, {}, "all programs are equal"),
-        ({"commonest": 0.6}, {}, "most answers are one program"),
+        ({"identical": True, "flat": 1.0}, {}, "all programs play alike"),
+        ({"commonest": 0.6}, {}, "most answers play as one program does"),
         ({"flat": 1.0}, {}, "no gradient"),
         ({"won": 1.0, "flat": 1.0, "identical": True}, {}, "--ladder"),
         ({"cheating": 0.7}, {}, "cheat"),
@@ -82,18 +82,33 @@ def test_a_stage_that_is_never_won_is_named_before_the_model_collapses() -> None
     assert watcher.look(dataclasses.replace(step, won=0.1), {}) != said[10]
 
 
-@pytest.mark.parametrize(("sources", "commonest"), [("abcd", 0.0), ("aabc", 0.5), ("aaaa", 1.0)])
+def step_of(sources: str, scores: str, groups: int) -> watcher.StepSummary:
+    """A step whose programs, a letter each, play a game each, to a score of one digit."""
+    rows = [
+        {"text": "", "source": source, "works": "load", "cheating": "", "reward": 1.0,
+         "results": [{"outcome": "stuck", "max_tile": 64, "steps": 9, "score": int(score), "detail": ""}]}
+        for source, score in zip(sources, scores, strict=True)
+    ]  # fmt: skip
+    row = {"size": 6, "target": 2048, "completions": rows}
+    return watcher.StepSummary.of(row, [False] * groups, 1.0)
+
+
+@pytest.mark.parametrize(("sources", "commonest"), [("1234", 0.0), ("1123", 0.5), ("1111", 1.0)])
 def test_two_different_answers_are_not_one_program(sources: str, commonest: float) -> None:
     """Of a group of two each has half of the answers.  So the published recipe, which has such groups, was said to
     collapse in every step, while SmolLM2's trouble was that it won no game."""
-    game = {"outcome": "stuck", "max_tile": 64, "detail": ""}
-    rows = [
-        {"text": "", "source": a, "works": "load", "cheating": "", "reward": 1.0, "results": [game]} for a in sources
-    ]
-    row = {"size": 6, "target": 2048, "completions": rows}
-    step = watcher.StepSummary.of(row, [False, False], 1.0)
+    step = step_of(sources, sources, groups=2)
     assert step.commonest == commonest
-    assert ("most answers are one program" in watcher_of().look(step, {})) == (commonest >= 0.5)
+    assert ("most answers play as one program" in watcher_of().look(step, {})) == (commonest >= 0.5)
+
+
+def test_one_key_in_many_spellings_is_a_collapse() -> None:
+    """`return "s" if board[0] == "s" else "d"` is `return "d"`.  With the published recipe three in four of SmolLM2's
+    last answers were one key behind such a condition.  Each had another text, so nothing was said for ten steps, and
+    then that random moves would do as well."""
+    step = step_of("abcdefgh", "22222213", groups=1)
+    assert (step.distinct, step.commonest, step.identical) == (1.0, 0.75, False)
+    assert watcher_of().look(step, {}).startswith("collapsing, most answers play as one program")
 
 
 def test_a_trouble_that_lasts_is_named_now_and_then() -> None:

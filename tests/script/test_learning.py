@@ -229,11 +229,13 @@ def test_a_batch_of_one_kind_stays_as_it_is(flat: list[bool]) -> None:
     assert program.without_flat_groups(batch, flat, by_token=False) is batch
 
 
+@pytest.mark.parametrize("command", [["--model"], ["eval"], ["play", "--model"]])
 @pytest.mark.parametrize(("effort", "tokens"), [("none", 768), ("low", 1024), ("medium", 2048), ("high", 4096)])
-def test_reasoning_raises_the_limits(effort: str, tokens: int) -> None:
-    config = program.parse_arguments(["--model", "unsloth/gpt-oss-20b", "--reasoning", effort])
-    assert isinstance(config, program.TrainConfig)
+def test_reasoning_raises_the_limits(command: list[str], effort: str, tokens: int) -> None:
+    asked = [*command, "unsloth/gpt-oss-20b", "--reasoning", effort]
+    config = program.parse_arguments(asked)
     assert (config.max_new_tokens, config.max_seq_length) == (tokens, 568 + tokens)
+    assert program.parse_arguments([*asked, "--max-new-tokens", "900"]).max_new_tokens == 900
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_the_rewards_have_their_weights(base: Path, tmp_path: Path) -> None:
 def check_the_effort(folder: str) -> None:
     model, tokenizer = loaded()
     for reasoning, effort in (("none", "low"), ("high", "high")):
-        config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1, max_seq_length=569)  # type: ignore[arg-type]
+        config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1)  # type: ignore[arg-type]
         trainer = trainer_of(model, tokenizer, config, Path(folder))
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
         before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"

@@ -46,11 +46,11 @@ def seccomp_filter(machine: str) -> bytes:
     if machine == "x86_64":  # the x32 ABI has the same architecture and a bit in its numbers
         code += [(at_least, 0, 1, 0x40000000), (give, 0, 0, _KILL)]
     for name, number in SYSTEM_CALLS[machine].items():
-        conditions = CONDITIONS.get(name, ())
-        code.append((equal, 0, 2 * len(conditions) + 1, number))  # past this call's instructions if it is another one
-        for offset, mask, wanted in conditions:
-            code += [(load, 0, 0, offset), (any_bit, 0, deny, mask) if wanted else (any_bit, deny, 0, mask)]
-        code.append((give, 0, 0, _ALLOW))
+        checks = []
+        for offset, mask, wanted in CONDITIONS.get(name, ()):
+            checks += [(load, 0, 0, offset), (any_bit, 0, deny, mask) if wanted else (any_bit, deny, 0, mask)]
+        allowed = [*checks, (give, 0, 0, _ALLOW)]
+        code += [(equal, 0, len(allowed), number), *allowed]  # another call jumps past them
     code.append((give, 0, 0, _DENY))
     return b"".join(
         struct.pack("<HBBI", operation, *(len(code) - 2 - i if jump == deny else jump for jump in jumps), value)

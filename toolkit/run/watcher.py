@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from toolkit import stage_name
 from toolkit.run import steps
+from toolkit.run.advantages import played
 
 
 class WatchedConfig(Protocol):
@@ -56,8 +57,8 @@ class StepSummary:
     works: float  # share of completions whose strategy loads
     cheating: float  # share of completions
     distinct: float  # share of completions whose program differs from all earlier ones of their group
-    commonest: float  # share of a group's completions with its most frequent program; 0 if all differ; mean over groups
-    identical: bool  # every group consists of one program
+    commonest: float  # share of a group that plays its most frequent games; 0 if all differ; mean over groups
+    identical: bool  # all programs of a group play the same games, in every group
     flat: float  # share of groups whose rewards are all equal, so that there is no gradient
     reward: float  # mean over the completions
     spread: float  # its standard deviation
@@ -75,7 +76,8 @@ class StepSummary:
         size = len(completions) // len(flat)
         games = [game for completion in completions for game in completion["results"]]
         programs = [completion["source"] or completion["text"] for completion in completions]
-        groups = [Counter(programs[i : i + size]) for i in range(0, len(programs), size)]
+        starts = range(0, len(programs), size)
+        plays = [Counter(map(played, completions[i : i + size])) for i in starts]
         sources = [completion["source"] or "" for completion in completions]
         lines = Counter(line for source in sources for line in set(source.splitlines()))
         tiles, outcomes = Counter(game["max_tile"] for game in games), Counter(game["outcome"] for game in games)
@@ -87,9 +89,9 @@ class StepSummary:
             won=outcomes["success"] / len(games),
             works=statistics.fmean(completion["works"] == "load" for completion in completions),
             cheating=statistics.fmean(bool(completion["cheating"]) for completion in completions),
-            distinct=sum(map(len, groups)) / len(programs),
-            commonest=statistics.fmean(max(counts.values()) / size * (len(counts) < size) for counts in groups),
-            identical=all(len(counts) == 1 for counts in groups),
+            distinct=sum(len(set(programs[i : i + size])) for i in starts) / len(programs),
+            commonest=statistics.fmean(max(counts.values()) / size * (len(counts) < size) for counts in plays),
+            identical=all(len(counts) == 1 for counts in plays),
             flat=statistics.fmean(flat),
             reward=statistics.fmean(rewards),
             spread=statistics.pstdev(rewards),
@@ -233,9 +235,9 @@ class Watcher:
                 step.works <= 0.1,
             "every game is won, there is nothing left to learn from: take a harder --ladder, or drop --no-curriculum":
                 no_spread and all_won and not self._config.curriculum,
-            "collapsed, all programs are equal: lower --learning-rate, or hold the model with --beta":
+            "collapsed, all programs play alike: lower --learning-rate, or hold the model with --beta":
                 no_spread and step.identical and not all_won,
-            "collapsing, most answers are one program: lower --learning-rate, or raise --temperature or --generations":
+            "collapsing, most answers play as one program does: lower --learning-rate, or raise --generations":
                 step.commonest >= 0.5 and not all_won,
             "all rewards of a group are equal, so there is no gradient: raise --generations or --boards":
                 no_spread and not all_won,
