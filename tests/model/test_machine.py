@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -420,8 +419,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> Examined:
         monkeypatch.setattr("toolkit.model.doctor.find_machine", lambda: machine)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         console = Console(width=250, file=io.StringIO(), record=True, markup=False, emoji=False)
-        training = partial(program.TrainConfig, max_new_tokens=200)
-        monkeypatch.setattr(program, "train_defaults", lambda name: training(model=name))
+        monkeypatch.setattr(program, "train_defaults", lambda name: program.TrainConfig(model=name))
         monkeypatch.setattr(program, "shared_pool", jail)
         told = doctor(config, console, program)
         return json.loads(json.dumps(told)), console.export_text()

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,63 +195,79 @@ def test_the_collapse_of_a_real_model_is_named_before_it_is_complete() -> None:
     assert said[12].startswith("collapsing, most answers are one program: lower --learning-rate")
 
 
-def progress_at(minutes: float, steps: int = 4, best_of: int = 512, seconds: float = 0.05) -> Any:
-    """A run with 312 held-out boards after so many steps of 32 answers, 6.5 minutes after its start, of which 20 s of
-    the expert's games are left.  Its last games took so many seconds."""
-    options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256)
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[..., duration.TimeLimit]:
+    """The limit of a run with 312 held-out boards, of whose games 20 s of the expert's are left.  No game is played."""
+    monkeypatch.setattr(duration, "play_some", lambda *_: None)
+
+    def limit(minutes: float, best_of: int = 512) -> duration.TimeLimit:
+        options = SimpleNamespace(minutes=minutes, best_of=best_of, eval_batch_size=32, race_games=256)
+        games: Any = SimpleNamespace(boards=312, to_come=lambda name: 20.0, first=SimpleNamespace(config=options))
+        return duration.TimeLimit(games)
+
+    return limit
+
+
+def a_step(seconds: float = 0.05, steps: int = 4) -> tuple[int, list[dict[str, Any]], dict[str, float]]:
+    """What is known after so many steps of 32 answers, whose last games took so many seconds."""
     done = [{"source": str(n), "reward": float(n),
              "results": [{"board": "a", "outcome": "lost", "seconds": seconds}]} for n in range(32)]  # fmt: skip
-    trainer = SimpleNamespace(seconds={"generate": 6.0, "score": 1.6}, state=SimpleNamespace(global_step=steps))
-    progress: Any = watch.Progress.__new__(watch.Progress)
-    games = SimpleNamespace(boards=312, to_come=lambda name: 20.0)
-    progress.__dict__ |= {"_config": options, "_rollouts": SimpleNamespace(last={"completions": done}),
-                          "_trainer": trainer, "_loading": 60.0, "_began": time.monotonic() - 5.5 * 60, "games": games,
-                          "_games_to_come": None, "_steps_here": steps, "evaluator": None}  # fmt: skip
-    return progress
+    return 32 * steps, done, {"generate": 6.0, "score": 1.6}
+
+
+WAITED = 6.5 * 60
+
+
+def is_up_after(limit: duration.TimeLimit, steps: int, step: float = 30.0, seconds: float = 0.05) -> bool:
+    """Whether the last of so many steps is said to be the last of the run."""
+    return [limit.is_up(WAITED, step, *a_step(seconds, n)) for n in range(1, steps + 1)][-1]
 
 
 @pytest.mark.parametrize(
     ("minutes", "best_of", "over"),
     [(13.1, 512, False), (12.9, 512, True), (10.6, 0, False), (10.3, 0, True), (12.9, -1, False), (0.0, 512, False)],
 )
-def test_the_evaluations_have_their_part_of_the_minutes(minutes: float, best_of: int, over: bool) -> None:
+def test_the_evaluations_have_their_part_of_the_minutes(
+    limited: Callable[..., duration.TimeLimit], minutes: float, best_of: int, over: bool
+) -> None:
     """An hour of a rented GPU was over before they began.  Here 1,168 answers in 37 batches take 222 s, 2,304 games of
     0.05 s 115, and the expert 20 s, after 6.5 minutes; another step takes 30 s.  Without a control there is one race,
     and 656 answers in 21 batches and 1,224 games take 187 s instead of 337."""
-    assert progress_at(minutes, best_of=best_of).time_is_up(30.0) == over
+    assert is_up_after(limited(minutes, best_of), steps=4) == over
 
 
-def test_the_first_steps_say_little_about_the_next() -> None:
+def test_the_first_steps_say_little_about_the_next(limited: Callable[..., duration.TimeLimit]) -> None:
     """They compile, also those after a resume."""
-    assert not progress_at(13.1, steps=2).time_is_up(300.0)
-    assert progress_at(13.1, steps=4).time_is_up(300.0)
+    assert not is_up_after(limited(13.1), steps=2, step=300.0)
+    assert is_up_after(limited(13.1), steps=4, step=300.0)
 
 
-def test_a_step_that_played_nothing_ends_no_run() -> None:
+def test_a_step_that_played_nothing_ends_no_run(limited: Callable[..., duration.TimeLimit]) -> None:
     """The price of a second of CPU time, worked out from games of no length, was that of thirty years."""
-    assert not progress_at(60.0, seconds=0.0).time_is_up(30.0)
+    assert not is_up_after(limited(60.0), steps=4, seconds=0.0)
 
 
-def test_equal_programs_are_judged_once() -> None:
+def test_equal_programs_are_judged_once(limited: Callable[..., duration.TimeLimit]) -> None:
     """So 32 of them cost what one costs."""
-    progress = progress_at(0.0)
-    some = progress.evaluations()
-    for done in progress._rollouts.last["completions"]:
-        done["source"] = "the same"
-    progress._trainer.seconds["score"] = 0.05
-    assert progress.evaluations() == pytest.approx(some)
+    judged, done, seconds = a_step()
+    same = [{**each, "source": "the same"} for each in done]
+    limit = limited(0.0)
+    some = limit.evaluations(judged, done, seconds)
+    assert limit.evaluations(judged, same, {**seconds, "score": 0.05}) == pytest.approx(some)
 
 
-def test_with_a_limit_games_are_played_as_the_evaluations_play_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_limit_games_are_played_as_the_evaluations_play_them(
+    limited: Callable[..., duration.TimeLimit], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With --minutes 4 they took 150 s where 60 were foreseen: they go on where a stage ends them, and most are those
     of the best programs."""
     monkeypatch.setattr(duration, "play_some", lambda *_: (0.01, 0.2))
-    for minutes, steps, foreseen in ((60.0, 13, 1168 * 0.01 + 1136 * 0.2), (60.0, 14, 2304 * 0.05),
-                                     (0.0, 13, 2304 * 0.05)):  # fmt: skip
-        progress = progress_at(minutes, steps)
-        progress.time_is_up(30.0)
+    for minutes, steps, foreseen in ((60.0, 3, 1168 * 0.01 + 1136 * 0.2), (60.0, 2, 2304 * 0.05),
+                                     (0.0, 3, 2304 * 0.05)):  # fmt: skip
+        limit = limited(minutes)
+        is_up_after(limit, steps)
         # What took 1.6 s were 1.6 s of CPU time.
-        assert progress.evaluations() == pytest.approx(37 * 6.0 + 20 + foreseen)
+        assert limit.evaluations(*a_step()) == pytest.approx(37 * 6.0 + 20 + foreseen)
 
 
 def test_games_to_come_take_as_long_as_those_played(monkeypatch: pytest.MonkeyPatch) -> None:

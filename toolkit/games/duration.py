@@ -7,15 +7,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from toolkit.games.programs import Evaluator
+from toolkit.games.programs import BackgroundGames, Evaluator
 
 SURE = 32  # answers that the trained model is surest of, for the race
 PLAYED = 8  # programs that tell how long games are
+COMPILING = 3  # first steps of a start, which say little about the next
+AGAIN = 10  # steps between games that are played to tell
 
 
 class EvaluatedConfig(Protocol):
     """What is read of a run's options."""
 
+    minutes: float
     best_of: int
     eval_batch_size: int
     race_games: int
@@ -79,3 +82,27 @@ def of_evaluations(
     played = {(done["source"], game["board"]): game["seconds"] for done in completions for game in done["results"]}
     slower = score / max(sum(played.values()), score, 1e-9)  # where nothing was played, the time went elsewhere
     return math.ceil(asked / config.eval_batch_size) * generate + needed * slower
+
+
+class TimeLimit:
+    """When training has to end, so that the evaluations are over within --minutes."""
+
+    def __init__(self, games: BackgroundGames) -> None:
+        """`games` are those that are played beside training."""
+        self._games, self._evaluator = games, games.first
+        self._config: EvaluatedConfig = games.first.config
+        self._some: tuple[float, float] | None = None  # what play_some found, where there is a limit
+        self._steps = 0  # since this start of the run
+
+    def evaluations(self, judged: int, completions: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]) -> float:
+        """Seconds that they will take.  `seconds` are those of the last step's parts, see of_evaluations."""
+        known = seconds["generate"], seconds["score"], self._some, self._games.to_come("expert")
+        return of_evaluations(self._config, self._games.boards, judged, completions, *known)
+
+    def is_up(self, waited: float, step: float, judged: int, completions: Any, seconds: Mapping[str, float]) -> bool:
+        """Whether they have to begin after `waited` seconds, because another step would take as long as the last."""
+        self._steps += 1
+        if self._config.minutes and self._steps % AGAIN == COMPILING:
+            self._some = play_some(self._evaluator, completions)
+        foreseen = step + self.evaluations(judged, completions, seconds) if self._steps >= COMPILING else 0.0
+        return 0 < 60 * self._config.minutes < waited + foreseen

@@ -48,7 +48,6 @@ def excerpt(source: str, usual: Container[str], most: int) -> str:
     return "\n".join(shown[:most] + ["..."] * (len(shown) > most))
 
 
-FORESEEN = 3  # steps after which the rest of a run is estimated: the first one compiles
 LEGEND = (
     "reward: mean of a step's answers, ± standard deviation; won: share of their games that made the stage's target "
     "(a program that fails wins none); loads: answers with a program that loads; distinct: answers whose program "
@@ -99,7 +98,7 @@ class TrainingView:
         about = f"about {timedelta(seconds=round(left))} left"
         if not self._live:
             self.say(f"{count}  {step.line()}  {tokens:3.0f} tokens  {seconds:4.1f} s")
-            if len(self._seconds) == FORESEEN:
+            if len(self._seconds) == duration.COMPILING:
                 self.say(f"  {about}, {timedelta(seconds=round(evaluations))} of them evaluations")
             if warning:
                 self.say(f"  warning: {warning}", style="bold yellow")
@@ -348,8 +347,7 @@ class Progress(Observer):
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
-        self._games_to_come: tuple[float, float] | None = None  # CPU seconds of the evaluations', where --minutes asks
-        self._steps_here = 0  # since this start of the run
+        self._limit = duration.TimeLimit(games)
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self._started = started or time.monotonic()
 
@@ -480,38 +478,26 @@ class Progress(Observer):
             "seconds/spent": self._spent,
         }
 
-    def evaluations(self) -> float:
-        """Seconds that the evaluations will take."""
-        done, seconds = self._rollouts.last["completions"], self._trainer.seconds
-        parts = seconds["generate"], seconds["score"], self._games_to_come, self.games.to_come("expert")
-        return duration.of_evaluations(self._config, self.games.boards, self.steps * len(done), done, *parts)
-
-    def time_is_up(self, step: float) -> bool:
-        """Whether the evaluations have to begin, so that all ends within --minutes.  `step` are the seconds of one."""
-        if self._config.minutes and self._steps_here % SAMPLED == FORESEEN:
-            self._games_to_come = duration.play_some(self.evaluator, self._rollouts.last["completions"])
-        foreseen = step + self.evaluations() if self._steps_here >= FORESEEN else 0.0  # the first steps compile
-        waited = self._loading + time.monotonic() - self._began
-        return 0 < 60 * self._config.minutes < waited + foreseen
-
     def is_over(self, logs: Mapping[str, float]) -> bool:
         """Show a step; whether it has to be the last one."""
         assert self._summary
         step, config = self._summary, self._config
         warning = self._watcher.look(step, logs)
         tokens, took = logs.get("completions/mean_length", 0), time.perf_counter() - self._step_began
-        trouble = self._watcher.trouble
-        self._steps_here += 1
-        is_late = by_first_rank(partial(self.time_is_up, took))
-        self._view.step(self.steps, step, tokens, took, self.evaluations(), warning, trouble, self._best)
+        trouble, done = self._watcher.trouble, self._rollouts.last["completions"]
+        known = self.steps * len(done), done, self._trainer.seconds
+        waited = self._loading + time.monotonic() - self._began
+        is_late = by_first_rank(partial(self._limit.is_up, waited, took, *known))
+        evaluations = self._limit.evaluations(*known)
+        self._view.step(self.steps, step, tokens, took, evaluations, warning, trouble, self._best)
         if self._writer:
             write_glance(self._writer, step, self.steps, tokens)
             saves = self.steps % config.save_steps == 0
-            write_step(self._writer, self.steps, self._rollouts.last["completions"], texts=saves)
+            write_step(self._writer, self.steps, done, texts=saves)
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
         if is_late:
-            about = timedelta(seconds=round(self.evaluations()))
+            about = timedelta(seconds=round(evaluations))
             self._view.say(f"evaluating now, for about {about} (--minutes): fewer --games leave more time for training")
         return bool(self._watcher.ended) or is_late
