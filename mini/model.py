@@ -280,8 +280,9 @@ class Rows:
     K: int = 1  # this many successive rows share a prompt
 
     @staticmethod
-    def of_documents(prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
-                     ) -> Rows:  # fmt: skip
+    def of_documents(
+        prompts: list[list[int]], answers: list[list[int]], pad: int, device: torch.device | None = None
+    ) -> Rows:
         """Each right answer after its prompt."""
         left, right = pad_rows(prompts, pad, device), pad_rows(answers, pad, device, side="right")
         ids, mask = (torch.cat(both, 1) for both in zip(left, right, strict=True))
@@ -354,9 +355,13 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
 
 @torch.no_grad()
 def generate(
-    model: GPT, prompts: Sequence[Sequence[int]], k: int, sampling: Sampling, end: int,
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    k: int,
+    sampling: Sampling,
+    end: int,
     generator: torch.Generator | None = None,
-) -> tuple[Rows, Tensor]:  # fmt: skip
+) -> tuple[Rows, Tensor]:
     """K completions of each prompt, and the log-probabilities of their tokens (N, T), 0 in the padding.
 
     A row ends at its end token; a prompt leaves the batch when all its rows have ended.

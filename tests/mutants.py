@@ -7,6 +7,9 @@
 A fault is a piece of one line and what a careless edit makes of it. Each is tried in a fresh copy of the tracked files,
 with a copy of the cache, so that no model of a faulty corpus stays behind. Some open a hole in the jail: the hostile
 programs of the tests then meet the layers below it. No fault may let them kill or fork.
+
+Faults name exact pieces of the source, which is what lets them survive a move between files. An edit of such a piece
+fails a fast test (test_quality.py), so no fault is lost unseen.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ FAULTS = (
     Fault("extraction", "extract", '_NEXT_TURN.split(text[final.end() :], maxsplit=1)[0]', 'text[final.end() :]'),
     Fault("evaluation", "cli train regressions", '>> 1 & ~1 | held_out', '>> 1 | held_out'),
     Fault("evaluation", "train cli learning", 'held_out_seeds), (-1,))', 'held_out_seeds), (0,))'),
-    Fault("evaluation", "train results", 'evaluator.boards(2 * FINALISTS[0], "race")', 'evaluator.held_out_seeds'),
+    Fault("evaluation", "train programs", 'evaluator.boards(2 * FINALISTS[0], "race")', 'evaluator.held_out_seeds'),
     Fault("run folder", "runs", "sorted(found, key=step_of, reverse=True)", "sorted(found, reverse=True)"),
     Fault("run folder", "runs", 'islice(lines, steps)', 'islice(lines, steps + 1)'),
     Fault("run folder", "resilience", 'fcntl.LOCK_EX | fcntl.LOCK_NB', 'fcntl.LOCK_SH | fcntl.LOCK_NB'),

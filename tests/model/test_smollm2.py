@@ -222,7 +222,7 @@ def test_a_run_goes_from_training_to_export(folder: Path, tmp_path: Path) -> Non
     numbers = {"generations": 4, "batch-size": 4, "max-new-tokens": 24, "games": 4, "best-of": 4, "race-games": 2,
                "keys": "wasd", "held-out": "3:32", "output-dir": tmp_path, "run-name": "run"}  # fmt: skip
     few = [word for name, value in numbers.items() for word in (f"--{name}", value)]
-    run, formats = tmp_path / "run", ["merged_16bit"]
+    run, formats = tmp_path / "run", ["lora", "merged_16bit"]
     if importlib.util.find_spec("llama_cpp"):
         formats += ["gguf", "gguf_lora"]
     for words in (
