@@ -42,7 +42,7 @@ from rich.table import Table  # noqa: E402
 import gpt_2048_rl as program  # noqa: E402
 from toolkit.base import files  # noqa: E402
 from toolkit.games import programs  # noqa: E402
-from toolkit.model import machine  # noqa: E402
+from toolkit.model import loading, machine  # noqa: E402
 
 KEYS: program.Layout = "wasd"
 METHODS: dict[str, dict[str, object]] = {  # the options of each
@@ -103,7 +103,7 @@ def steps(way: str, words: Sequence[str]) -> int:
     if way == "rejection":
         take_advantages(best_quarter)
     if way == "trl":
-        machine.speed_up = lambda model: None  # type: ignore[attr-defined]
+        loading.speed_up = lambda model: None  # type: ignore[attr-defined]
     status = program.main(list(words))
     print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
     return status
