@@ -844,7 +844,7 @@ from toolkit.base.files import no_link
 from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
 from toolkit.base.workers import Worker
 from toolkit.games.evaluation import board_key, board_name
-from toolkit.model import adapters, decoding, machine
+from toolkit.model import adapters, decoding, loading, machine, memory, models
 from toolkit.run import advantages, watch
 from toolkit.run.checkpoints import START, AtomicCheckpoints
 
@@ -1272,11 +1272,11 @@ def train_defaults(model: str, recipe: str = "stable", reasoning: str = "none") 
     """Defaults of the options for a model, a recipe and a reasoning effort."""
     effort = reasoning if reasoning in REASONING else "none"
     tokens = 200 if recipe == "published" and effort == "none" else REASONING[effort]
-    room = machine.positions_of(model, PROMPT_TOKENS + tokens) - PROMPT_TOKENS  # a small model has fewer positions
+    room = models.positions_of(model, PROMPT_TOKENS + tokens) - PROMPT_TOKENS  # a small model has fewer positions
     numbers: dict[str, Any] = {"model": model, "reasoning": effort, "max_new_tokens": max(1, min(tokens, room))}
-    numbers |= OWN_NUMBERS.get(machine.base_of(model), {}) | (PUBLISHED if recipe == "published" else {})
+    numbers |= OWN_NUMBERS.get(models.base_of(model), {}) | (PUBLISHED if recipe == "published" else {})
     numbers |= adapters.decided_options(model)
-    return TrainConfig(loader=machine.default_loader(model), **numbers)
+    return TrainConfig(loader=models.default_loader(model), **numbers)
 
 
 @dataclass(kw_only=True)
@@ -1359,8 +1359,8 @@ def template_arguments(reasoning: str) -> dict[str, Any]:
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains: bool = False) -> tuple[Any, Any]:
     """A model and its tokenizer; if it `trains`, of an adapter the base alone: see `begin_from`.  Raises UsageError, in
     one line."""
-    plain = machine.uses_transformers(config, name)
-    name, load = machine.prepare(name, config, say, game_spec, trains)
+    plain = models.uses_transformers(config, name)
+    name, load = loading.prepare(name, config, say, game_spec, trains)
     if not plain:
         import unsloth  # before transformers and trl, which it patches, and before torch, which it sets up
     import torch
@@ -1369,7 +1369,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     dtype = None if torch.cuda.is_available() else torch.float32
     try:
         if plain:
-            model, tokenizer = machine.load_plain(name, dtype or torch.bfloat16)
+            model, tokenizer = loading.load_plain(name, dtype or torch.bfloat16)
         else:
             model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
                 model_name=name,
@@ -1384,7 +1384,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
-    machine.check_weights(model, name, load)
+    loading.check_weights(model, name, load)
     if not tokenizer.chat_template:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
     model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
@@ -1459,17 +1459,17 @@ def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], confi
     import torch
 
     texts, rows = list[str](), config.eval_batch_size
-    memory = machine.naming_memory("answers were sampled", "fewer --max-new-tokens")
+    naming = memory.naming_memory("answers were sampled", "fewer --max-new-tokens")
     model.eval()
     bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
-    with torch.random.fork_rng(), torch.no_grad(), bf16, memory:  # training keeps its own random numbers
+    with torch.random.fork_rng(), torch.no_grad(), bf16, naming:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
         for part in bars.in_parts(prompts, "sampling", config.eval_batch_size):
             done = 0
             while done < len(part):
                 sample = partial(sample_batch, model, tokenizer, part[done : done + rows], config)
                 # With FSDP all ranks have to sample batches of the same size.
-                found = sample() if rows == 1 or SHARDED else machine.unless_out_of_memory(sample)
+                found = sample() if rows == 1 or SHARDED else memory.unless_out_of_memory(sample)
                 if found is None:
                     rows = max(1, min(rows, len(part)) // 2)
                 else:
@@ -1683,11 +1683,11 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             began, together = time.perf_counter(), config.batch_size * config.accumulation
-            fewer = machine.fewer_completions(config.generations, config.batch_size, config.accumulation)
-            with machine.naming_memory(f"{together} completions were generated", fewer):
+            fewer = memory.fewer_completions(config.generations, config.batch_size, config.accumulation)
+            with memory.naming_memory(f"{together} completions were generated", fewer):
                 batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
             self.seconds["generate"] = time.perf_counter() - began - self.seconds["score"]
-            with machine.naming_memory("the policy was measured", "fewer --max-new-tokens"):
+            with memory.naming_memory("the policy was measured", "fewer --max-new-tokens"):
                 self.observer.measure(batch)
             if config.objective == "shared":
                 batch = advantages.shared(batch, rollouts.last["completions"], config.generations)
@@ -1696,8 +1696,8 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             doing = f"the model was updated with {config.batch_size} completions at a time"
-            smaller = machine.smaller_passes(config.batch_size, config.accumulation)
-            with machine.naming_memory(doing, smaller or "fewer --max-new-tokens", resume_with=smaller):
+            smaller = memory.smaller_passes(config.batch_size, config.accumulation)
+            with memory.naming_memory(doing, smaller or "fewer --max-new-tokens", resume_with=smaller):
                 return super().training_step(*args, **kwargs)
 
         def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
@@ -1813,9 +1813,9 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     from toolkit.run import results, runs, trackers
 
     started, view = time.monotonic(), type(console)(quiet=True) if config.quiet else console
-    machine.check_model(config.model, config.reasoning, config.max_seq_length)
+    models.check_model(config.model, config.reasoning, config.max_seq_length)
     if RANKS > 1:
-        machine.prepare_environment(machine.is_embedded(config.model))
+        machine.prepare_environment(models.is_embedded(config.model))
         ranks.join(config.loader)
     start_players(config)
     run = by_first_rank(lambda: runs.open_run(config))
@@ -1824,7 +1824,7 @@ def train(config: TrainConfig, console: Console) -> dict[str, Any]:
     say = partial(view.print, soft_wrap=True)
     model, tokenizer = load_model(config.model, config, say, trains=True)
     model = add_adapters(model, config)
-    if machine.adapter_base(config.model):
+    if models.adapter_base(config.model):
         say(f"beginning from {config.model}")
         adapters.begin_from(model, run / START)
     with runs.blaming_the_folder(run), results.saying_how_to_go_on(run, config, say):
@@ -1859,8 +1859,8 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     if config.model.endswith(".py"):
         sources[evaluation.MODEL] = read_strategy(Path(config.model), pool)
     else:
-        config.model = machine.resolve_model(config.model)
-        machine.check_model(config.model, config.reasoning, config.max_seq_length)
+        config.model = models.resolve_model(config.model)
+        models.check_model(config.model, config.reasoning, config.max_seq_length)
     games = held_out_games(config, sources)
     say = partial(console.print, soft_wrap=True)
     scores = {} if sources else programs.evaluate_model(games.evaluators, *load_model(config.model, config, say))

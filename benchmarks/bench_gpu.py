@@ -43,7 +43,7 @@ from rich.table import Table  # noqa: E402
 
 import gpt_2048_rl as program  # noqa: E402
 from toolkit.games import programs  # noqa: E402
-from toolkit.model import decoding, machine, tiny  # noqa: E402
+from toolkit.model import decoding, machine, models, tiny  # noqa: E402
 from toolkit.run import sampler, watch  # noqa: E402
 from toolkit.serve import export  # noqa: E402
 
@@ -108,7 +108,7 @@ def made_up_gpt_oss(folder: Path, layers: int, form: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     index: dict[str, str] = {}
-    for name, shape in machine.parameter_shapes(config).items():
+    for name, shape in models.parameter_shapes(config).items():
         weight = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
         if name.endswith("norm.weight"):
             weight = torch.ones(shape, dtype=torch.bfloat16)
@@ -214,7 +214,7 @@ def bytes_a_token(folder: Path, completions: int, context: float, bits: float, d
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    sizes = {name: shape.numel() for name, shape in machine.parameter_shapes(config).items()}
+    sizes = {name: shape.numel() for name, shape in models.parameter_shapes(config).items()}
     experts = sum(size for name, size in sizes.items() if export.EXPERT_WEIGHTS.search(name))
     taken = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** completions
     embeddings = config.vocab_size * config.hidden_size  # only one row is read per token

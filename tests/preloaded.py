@@ -61,7 +61,7 @@ def serve() -> None:
         from tests import gpu_on_cpu
 
         gpu_on_cpu.become_gpu()
-    gc.disable()  # as in machine.import_libraries
+    gc.disable()  # as in loading.import_libraries
     importlib.import_module("unsloth")  # before all others
     for name in ("datasets", "torch.utils.tensorboard", "trl.trainer.grpo_trainer", "tyro", "rich.live"):
         importlib.import_module(name)

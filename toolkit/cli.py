@@ -289,7 +289,7 @@ def check_schedule(config: Any, default: Any) -> None:
 
 def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Callable[[str, str, str], Any]) -> Any:
     """The options of train.  Their defaults are those of the run to resume, or of the model, recipe and effort."""
-    from toolkit.model import machine
+    from toolkit.model import models
     from toolkit.run import runs
 
     file = chosen(argv, {"config": ""}, "resume")["config"]
@@ -299,7 +299,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "", "output_dir": "outputs"},
         "resume",
     )
-    model = machine.resolve_model(given["model"])
+    model = models.resolve_model(given["model"])
     run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
     default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])
     own = [] if run else own_game(Path(model), kind, given["reasoning"])
@@ -310,7 +310,7 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         if named and named[0] in words and named[0] not in argv:
             raise UsageError(f"--config {file}: {error}") from None
         raise
-    config.model = machine.resolve_model(config.model)
+    config.model = models.resolve_model(config.model)
     if run:
         alike = config.batch_size * config.accumulation == default.batch_size * default.accumulation
         runs.check_unchanged(config, default, CHANGEABLE | set(runs.SPLIT if alike else ()))
@@ -336,11 +336,11 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
 
 def program_file(name: str) -> Path:
     """The file of a program.  A run's folder stands for its best program."""
-    from toolkit.model import machine
+    from toolkit.model import models
     from toolkit.run import runs
 
     path = Path(name)
-    if not path.exists() and (name in machine.MADE_HERE or re.match("https?://", name)):
+    if not path.exists() and (name in models.MADE_HERE or re.match("https?://", name)):
         raise UsageError(f"{name} is no file: a model or a server is asked with --model {name}")
     if not path.is_dir():
         return path
@@ -354,11 +354,11 @@ HOW_IT_IS_ASKED = ("max_new_tokens", "temperature", "example")
 
 def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[str, str, str], Any]) -> Any:
     """The config of eval or play with the game that its model or program was made for, unless options name another."""
-    from toolkit.model import machine
+    from toolkit.model import models
 
     plays = hasattr(config, "player") and not config.model  # a file, and no model's answer
     name = getattr(config, "player", config.model)
-    path = program_file(name) if plays else Path(machine.resolve_model(name))
+    path = program_file(name) if plays else Path(models.resolve_model(name))
     options, length = own_game(path, type(config), config.reasoning), list[str]()
     if not plays and config.reasoning != "none":
         length = ["--max-new-tokens", str(defaults(str(path), "stable", config.reasoning).max_new_tokens)]

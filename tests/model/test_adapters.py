@@ -17,11 +17,11 @@ import gpt_2048_rl as program
 from tests.conftest import Run, flags
 from tests.preloaded import call, run
 from toolkit import UsageError
-from toolkit.model import adapters, machine, smollm2
+from toolkit.model import adapters, models, smollm2
 from toolkit.model.tiny import folder_of
 from toolkit.run.reading import read_curves
 
-EVERYTHING = [*machine.ATTENTION, "gate_proj", "up_proj", "down_proj"]
+EVERYTHING = [*models.ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 
 def adapter_in(folder: Path, **config: object) -> Path:
@@ -48,10 +48,10 @@ def test_the_adapter_decides_its_shape_and_its_base_the_recipe(tmp_path: Path) -
     assert [getattr(config, name) for name in same] == [getattr(usual, name) for name in same]
     assert config.steps == 9
     attention = adapter_in(tmp_path / "checkpoint-1", base_model_name_or_path=str(smollm2.folder()),
-                           target_modules=list(machine.ATTENTION))  # fmt: skip
+                           target_modules=list(models.ATTENTION))  # fmt: skip
     config = parsed("--model", attention)
     assert (config.adapt, config.example, config.lora_rank) == ("attention", "random", 8)
-    bases = [machine.base_of(str(folder)) for folder in (tmp_path / "run" / "adapter", attention, tmp_path)]
+    bases = [models.base_of(str(folder)) for folder in (tmp_path / "run" / "adapter", attention, tmp_path)]
     assert bases == ["tiny", "smollm2", str(tmp_path)]
 
 

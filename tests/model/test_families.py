@@ -16,7 +16,7 @@ import pytest
 from tests import preloaded
 from tests.helpers import HELD_OUT, NO_TENSORS
 from toolkit import UsageError
-from toolkit.model import machine
+from toolkit.model import models
 
 STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
         "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-games", 1, *HELD_OUT)  # fmt: skip
@@ -62,14 +62,14 @@ def gpt2(base: Path, folder: Path) -> Path:
 def test_a_model_without_the_layers_that_are_trained_is_named_with_what_to_take(base: Path, tmp_path: Path) -> None:
     """GPT-2 ended in a traceback of PEFT, after its weights had been loaded."""
     with pytest.raises(UsageError, match=r"is a gpt2, .* no layers named q_proj, .*: take a model of another family"):
-        machine.check_layers(str(gpt2(base, tmp_path / "gpt2")))
-    assert machine.check_layers(str(base)) == ""
+        models.check_layers(str(gpt2(base, tmp_path / "gpt2")))
+    assert models.check_layers(str(base)) == ""
 
 
 def test_a_model_of_which_less_is_trained_is_named(base: Path, tmp_path: Path) -> None:
     """Phi-3 has one layer for queries, keys and values, which got no adapter, without a word."""
     folder = save_random("Phi3", base, tmp_path / "phi3", **SMALL)
-    said = machine.check_layers(str(folder))
+    said = models.check_layers(str(folder))
     assert said.endswith("is a phi3, whose attention has no layers named q_proj, k_proj, v_proj: less of it is trained")
 
 
@@ -86,10 +86,10 @@ def test_such_a_model_is_refused_before_its_weights_are_loaded(base: Path, tmp_p
 def test_a_file_that_is_cut_short_is_named(name: str, base: Path, tmp_path: Path) -> None:
     """As a copy that broke off leaves it.  The doctor said ok, and the others said it with the libraries loaded."""
     folder = Path(shutil.copytree(base, tmp_path / "model"))
-    machine.check_model(str(folder), "none")
+    models.check_model(str(folder), "none")
     os.truncate(folder / name, 200)
     with pytest.raises(UsageError, match=f"{name} is missing or damaged: restore it"):
-        machine.check_model(str(folder), "none")
+        models.check_model(str(folder), "none")
 
 
 def test_a_part_of_the_weights_that_is_missing_is_named(base: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_part_of_the_weights_that_is_missing_is_named(base: Path, tmp_path: Pa
     index = {"weight_map": {"embed": "model.safetensors", "head": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=r"model-2.safetensors is missing or damaged"):
-        machine.check_model(str(folder), "none")
+        models.check_model(str(folder), "none")
 
 
 def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> None:
@@ -105,16 +105,16 @@ def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> No
     for file in folder.glob("*token*"):
         file.unlink()
     with pytest.raises(UsageError, match="holds a model without its tokenizer"):
-        machine.check_model(str(folder), "none")
+        models.check_model(str(folder), "none")
 
 
 def test_a_folder_without_weights_is_named(base: Path, tmp_path: Path) -> None:
     """The doctor said that it was available, and training ended over it with the libraries loaded."""
     folder = save_random("Llama", base, tmp_path / "model", **SMALL)
-    machine.check_model(str(folder), "none")
+    models.check_model(str(folder), "none")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="holds a model without its weights"):
-        machine.check_model(str(folder), "none")
+        models.check_model(str(folder), "none")
 
 
 def test_a_run_without_its_adapter_is_named(tmp_path: Path) -> None:
@@ -122,4 +122,4 @@ def test_a_run_without_its_adapter_is_named(tmp_path: Path) -> None:
     for file in ("config.json", "origin.json"):
         (tmp_path / file).write_text("{}")
     with pytest.raises(UsageError, match="is a run without its adapter: name one of its checkpoints, or resume it"):
-        machine.check_model(str(tmp_path), "none")
+        models.check_model(str(tmp_path), "none")

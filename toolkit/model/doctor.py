@@ -17,24 +17,17 @@ from toolkit import UsageError
 from toolkit.base.files import read_json, write_whole
 from toolkit.games import duration
 from toolkit.model import smollm2
-from toolkit.model.machine import (
-    MADE_HERE,
+from toolkit.model.machine import Machine, find_machine, library_versions, prepare_environment
+from toolkit.model.memory import memory_needed, too_little_memory
+from toolkit.model.models import MADE_HERE, check_model, resolve_model, stays_as_stored
+from toolkit.model.settings import (
     ROOM_FOR_16_BITS,
-    Machine,
-    check_model,
     choose_settings,
     choose_weights,
-    find_machine,
     has_room_for_mxfp4,
-    library_versions,
-    memory_needed,
-    prepare_environment,
-    resolve_model,
     rows_at_once,
     speed_key,
     speeds,
-    stays_as_stored,
-    too_little_memory,
 )
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from toolkit.games.programs import (
     race,
     sampled_programs,
 )
-from toolkit.model.machine import adapter_base
+from toolkit.model.models import adapter_base
 from toolkit.run import checkpoints, report, runs, steps, watch
 from toolkit.run.card import model_card
 

@@ -38,7 +38,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 from toolkit import UsageError, fits, spelled
 from toolkit.base.files import check_links, naming, no_link, point, read_json, write_whole
 from toolkit.model import tiny
-from toolkit.model.machine import adapter_base, base_of, library_versions
+from toolkit.model.machine import library_versions
+from toolkit.model.models import adapter_base, base_of
 from toolkit.run.checkpoints import START, TRAINING, checkpoints, keep_start, newest_checkpoint, step_of
 from toolkit.run.steps import first_lines
 

@@ -31,7 +31,9 @@ from toolkit.base.files import no_link
 from toolkit.base.ranks import by_first_rank, whole_weights
 from toolkit.model import tiny
 from toolkit.model.adapters import full_precision, write_adapter
-from toolkit.model.machine import KEYS_AND_VALUES, SERVER, Machine, ModelConfig, find_machine, memory_needed
+from toolkit.model.machine import Machine, find_machine
+from toolkit.model.memory import KEYS_AND_VALUES, SERVER, memory_needed
+from toolkit.model.settings import ModelConfig
 
 RANKS_OF_LORA = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
 START_SECONDS, ANSWER_SECONDS = 1200, 1200  # for loading, after a download; for all completions of a step

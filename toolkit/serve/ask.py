@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit import UsageError, visible
-from toolkit.model import machine
+from toolkit.model import models
 from toolkit.run.server import Server
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def served_answers(config: Any, prompt: str, say: Callable[[str], None]) -> Iter
 
 def local_answers(config: Any, prompt: str, program: Any, say: Callable[[str], None]) -> Iterator[Answer]:
     """The answers of a model that is loaded here, sampled together, as in an evaluation."""
-    name = machine.resolve_model(config.player)
-    machine.check_model(name, config.reasoning, config.max_seq_length)
+    name = models.resolve_model(config.player)
+    models.check_model(name, config.reasoning, config.max_seq_length)
     model, tokenizer = program.load_model(name, config, say)
     for text in program.sample_completions(model, tokenizer, [prompt] * config.answers, config):
         yield Answer(text, config.reasoning != "none")

@@ -26,20 +26,10 @@ from toolkit import UsageError, checked
 from toolkit.base.files import check_links, check_whole, naming, read_json
 from toolkit.model import smollm2, tiny
 from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
-from toolkit.model.machine import (
-    OWN_CODE_ALONE,
-    adapter_base,
-    available_memory,
-    check_disk,
-    check_download,
-    check_model,
-    config_of,
-    download_size,
-    library_versions,
-    load_plain,
-    parameter_shapes,
-    prepare_environment,
-)
+from toolkit.model.loading import load_plain
+from toolkit.model.machine import available_memory, library_versions, prepare_environment
+from toolkit.model.memory import check_disk, check_download, download_size
+from toolkit.model.models import OWN_CODE_ALONE, adapter_base, check_model, config_of, parameter_shapes
 from toolkit.run.card import FORMATS, model_card
 from toolkit.run.checkpoints import TRAINING, checkpoints, keep_config
 from toolkit.serve import llamacpp, verify

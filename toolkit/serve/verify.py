@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
-from toolkit.model.machine import available_memory, load_plain
+from toolkit.model.loading import load_plain
+from toolkit.model.machine import available_memory
 from toolkit.model.tiny import GameSpec
 
 if TYPE_CHECKING:
