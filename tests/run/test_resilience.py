@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_never_interrupted(
 
 def won_step(step: int, stage: program.Stage) -> dict[str, Any]:
     """A line of rollouts.jsonl whose two completions win their game."""
-    game = {"board": str(step), "outcome": "success", "max_tile": stage.target, "detail": ""}
+    game = {"board": str(step), "outcome": "success", "max_tile": stage.target, "steps": 9, "score": 9, "detail": ""}
     done = {"text": "", "source": "", "works": "load", "cheating": "", "reward": 22.0, "results": [game]}
     return {"step": step, **stage._asdict(), "completions": [done, done]}
 
