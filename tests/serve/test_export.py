@@ -191,7 +191,11 @@ def test_an_adapter_with_a_pair_for_each_expert_becomes_one_that_peft_loads(lear
 
 @pytest.mark.usefixtures("few_prompts")
 def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
-    learned: Path, expected: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learned: Path,
+    expected: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exports landed in the current folder, and the second one was refused."""
     import torch
@@ -201,7 +205,9 @@ def test_the_default_is_an_adapter_in_the_run_and_can_be_repeated(
     here.mkdir()
     monkeypatch.chdir(here)
     for more in ([], ["--no-verify"]):
-        assert program.main(["export", str(run), *more]) == 0
+        assert program.main(["export", str(run), "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])["verified"]
+        assert found is None if more else found["equal"] == 1.0
     assert torch.equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(run / "export" / "lora")), expected)
     assert not list(here.iterdir())
 

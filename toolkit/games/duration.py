@@ -89,7 +89,7 @@ class TimeLimit:
 
     def __init__(self, games: BackgroundGames) -> None:
         """`games` are those that are played beside training."""
-        self._games, self._evaluator = games, games.first
+        self._games = games
         self._config: EvaluatedConfig = games.first.config
         self._some: tuple[float, float] | None = None  # what play_some found, where there is a limit
         self._steps = 0  # since this start of the run
@@ -103,6 +103,6 @@ class TimeLimit:
         """Whether they have to begin after `waited` seconds, because another step would take as long as the last."""
         self._steps += 1
         if self._config.minutes and self._steps % AGAIN == COMPILING:
-            self._some = play_some(self._evaluator, completions)
+            self._some = play_some(self._games.first, completions)
         foreseen = step + self.evaluations(judged, completions, seconds) if self._steps >= COMPILING else 0.0
         return 0 < 60 * self._config.minutes < waited + foreseen
