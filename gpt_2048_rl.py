@@ -844,7 +844,7 @@ from toolkit.base.files import no_link
 from toolkit.base.ranks import RANK, RANKS, SHARDED, by_first_rank
 from toolkit.base.workers import Worker
 from toolkit.games.evaluation import board_key, board_name
-from toolkit.model import adapters, decoding, loading, machine, memory, models
+from toolkit.model import adapters, cpu_speed, decoding, loading, machine, memory, models
 from toolkit.run import advantages, watch
 from toolkit.run.checkpoints import START, AtomicCheckpoints
 
@@ -1391,6 +1391,8 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     open_channel(tokenizer, config.reasoning)
     if torch.cuda.is_available() and not SHARDED:
         decoding.Decoding(model)
+    elif not plain:  # the embedded model on a CPU
+        cpu_speed.generate_merged(model, experts_alone=True)
     return model, tokenizer
 
 

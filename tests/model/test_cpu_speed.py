@@ -152,3 +152,38 @@ def test_one_matrix_is_multiplied_while_completions_are_generated() -> None:
     )
     sample(model, 3)
     assert calls == []
+
+
+def adapted_experts() -> Any:
+    """A small gpt-oss with an adapter to its fused experts and to a linear layer."""
+    from peft import LoraConfig, get_peft_model
+
+    model = small_model("gpt-oss")
+    generate_merged(model, experts_alone=True)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+def test_experts_are_added_up_once_for_a_completion_and_to_the_bit() -> None:
+    """PEFT adds them up for each token, which was most of the time in which the embedded model generates."""
+    import peft.tuners.lora.layer as lora
+
+    model = adapted_experts()
+    before = {name: weights.clone() for name, weights in model.state_dict().items()}
+    ids, mask = left_padded(PROMPTS)
+    scores: list[torch.Tensor] = []
+    calls: list[int] = []
+    whole = lora.ParamWrapper._activate_lora
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora.ParamWrapper, "_activate_lora", lambda *args: calls.append(1) or whole(*args))
+        for merged, ours in ((True, model), (False, model.get_base_model())):
+            if not merged:
+                del ours.generate  # the class's own
+            torch.manual_seed(1)
+            made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=True,
+                                  output_scores=True, return_dict_in_generate=True)  # fmt: skip
+            scores.append(torch.stack(made.scores))
+            assert bool(calls) != merged
+    assert scores[0].equal(scores[1])
+    assert all(weights.equal(before[name]) for name, weights in model.state_dict().items())

@@ -2,7 +2,8 @@
 
 Prefix sharing: the completions of a group have one prompt, whose keys and values are computed once.  Otherwise a step
 computes them for each completion, when it generates and again when it scores.  Gradients flow through what is shared.
-Merged adapters: while completions are generated, each adapted layer is one matrix instead of three.
+Merged adapters: while completions are generated, each adapted layer is one matrix instead of three, and experts are not
+added up anew for each token.
 Kept memory: what a step frees stays with the process.  Otherwise the kernel clears it anew for each large tensor.
 
 Shapes: B rows, U distinct prompts, T tokens, H heads, D numbers of a head.
@@ -107,23 +108,36 @@ def share_prefixes(model: Any) -> None:
 
 
 @contextmanager
-def merged_adapters(model: Any) -> Iterator[None]:
-    """Adapters of linear layers are added to the weights, and afterwards the weights are those of before to the bit."""
-    from peft.tuners.lora import Linear
+def merged_adapters(model: Any, experts_alone: bool = False) -> Iterator[None]:
+    """Adapters are added to the weights, and afterwards the weights are those of before to the bit.
 
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and not layer.disable_adapters]
-    before = [layer.get_base_layer().weight.data for layer in layers]
+    For experts this is the sum that PEFT computes for each token, to the bit.  Linear layers round differently.
+    """
+    import torch
+    from peft.tuners.lora.layer import Linear, ParamWrapper
+
+    kinds = ParamWrapper if experts_alone else (Linear, ParamWrapper)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds) and not layer.disable_adapters]
+    parameters = [layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+                  for layer in layers]  # fmt: skip
+    before = [parameter.data for parameter in parameters]
     try:
-        for layer in layers:
-            layer.merge(safe_merge=True)  # into a copy
+        for layer, parameter in zip(layers, parameters, strict=True):
+            if isinstance(layer, ParamWrapper):
+                (name,) = layer.active_adapters
+                lhs, rhs, scaling = layer.get_delta_factors(name)  # (experts, in, rank), (experts, rank, out)
+                parameter.data = torch.baddbmm(parameter.data, lhs, rhs, alpha=scaling)
+                layer.merged_adapters.append(name)
+            else:
+                layer.merge(safe_merge=True)  # into a copy
         yield
     finally:
-        for layer, weights in zip(layers, before, strict=True):
-            layer.get_base_layer().weight.data = weights
+        for layer, parameter, weights in zip(layers, parameters, before, strict=True):
+            parameter.data = weights
             layer.merged_adapters.clear()
 
 
-def generate_merged(model: Any) -> None:
+def generate_merged(model: Any, experts_alone: bool = False) -> None:
     """Let a transformers model generate with merged adapters.  It needs memory for the adapted weights once more."""
     import torch
 
@@ -131,7 +145,7 @@ def generate_merged(model: Any) -> None:
 
     @wraps(whole)
     def generate(*args: Any, **options: Any) -> Any:
-        with torch.no_grad(), merged_adapters(model):
+        with torch.no_grad(), merged_adapters(model, experts_alone):
             return whole(*args, **options)
 
     model.generate = generate
