@@ -165,25 +165,30 @@ def adapted_experts() -> Any:
     return get_peft_model(model, config).eval()
 
 
-def test_experts_are_added_up_once_for_a_completion_and_to_the_bit() -> None:
+def test_experts_are_added_up_once_for_a_completion_and_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT adds them up for each token, which was most of the time in which the embedded model generates."""
     import peft.tuners.lora.layer as lora
 
     model = adapted_experts()
     before = {name: weights.clone() for name, weights in model.state_dict().items()}
     ids, mask = left_padded(PROMPTS)
-    scores: list[torch.Tensor] = []
-    calls: list[int] = []
-    whole = lora.ParamWrapper._activate_lora
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lora.ParamWrapper, "_activate_lora", lambda *args: calls.append(1) or whole(*args))
-        for merged, ours in ((True, model), (False, model.get_base_model())):
-            if not merged:
-                del ours.generate  # the class's own
-            torch.manual_seed(1)
-            made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=True,
-                                  output_scores=True, return_dict_in_generate=True)  # fmt: skip
-            scores.append(torch.stack(made.scores))
-            assert bool(calls) != merged
-    assert scores[0].equal(scores[1])
+    whole, calls = lora.ParamWrapper._activate_lora, list[int]()
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return whole(*args)
+
+    def scores() -> torch.Tensor:
+        torch.manual_seed(1)
+        made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=True,
+                              output_scores=True, return_dict_in_generate=True)  # fmt: skip
+        return torch.stack(made.scores)
+
+    monkeypatch.setattr(lora.ParamWrapper, "_activate_lora", counted)
+    merged = scores()
+    assert not calls
+    plain = model.get_base_model()
+    del plain.generate  # the class's own
+    assert scores().equal(merged)
+    assert calls
     assert all(weights.equal(before[name]) for name, weights in model.state_dict().items())
