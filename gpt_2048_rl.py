@@ -1391,7 +1391,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     open_channel(tokenizer, config.reasoning)
     if torch.cuda.is_available() and not SHARDED:
         decoding.Decoding(model)
-    elif not plain:  # the embedded model on a CPU
+    elif not plain:  # by Unsloth on a CPU: the embedded model
         cpu_speed.generate_merged(model, experts_alone=True)
     return model, tokenizer
 

@@ -166,7 +166,7 @@ def adapted_experts() -> Any:
 
 
 def test_experts_are_added_up_once_for_a_completion_and_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT adds them up for each token, which was most of the time in which the embedded model generates."""
+    """PEFT adds them up for each token, which was half of the time in which the embedded model generated."""
     import peft.tuners.lora.layer as lora
 
     model = adapted_experts()

@@ -118,8 +118,7 @@ def merged_adapters(model: Any, experts_alone: bool = False) -> Iterator[None]:
 
     kinds = ParamWrapper if experts_alone else (Linear, ParamWrapper)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds) and not layer.disable_adapters]
-    parameters = [layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
-                  for layer in layers]  # fmt: skip
+    parameters = [getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight")) for layer in layers]
     before = [parameter.data for parameter in parameters]
     try:
         for layer, parameter in zip(layers, parameters, strict=True):
