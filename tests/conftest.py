@@ -41,6 +41,7 @@ LIBRARIES = (
     "serve/test_gguf.py",
     "model/test_families.py",
     "model/test_cpu_speed.py",
+    "model/test_decoding.py",
 )
 # Files that take longest come first, so that both processes end together; those that read the short run come after it.
 FIRST = (

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.recorder import Recorder
 from toolkit.model import decoding
@@ -23,6 +22,8 @@ NEW, WINDOW = 24, 8
 @pytest.fixture
 def model() -> Any:
     """A gpt-oss with random weights, whose windows are shorter than the completions."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "sliding_window": WINDOW}
@@ -122,6 +123,8 @@ def move_embeddings(model: Any) -> None:
 @pytest.mark.parametrize("change", [leave_positions_out, give_an_object, move_embeddings])
 def test_what_a_recording_would_not_see_is_not_recorded(change: Any, recorder: Recorder) -> None:
     """Positions that Python counts, the mask of FlexAttention, and embeddings in RAM."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, pad_token_id=0, eos_token_id=1, **sizes)).eval()
