@@ -1366,15 +1366,13 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     import torch
     from safetensors import SafetensorError
 
-    dtype = None if torch.cuda.is_available() else torch.float32
     try:
         if plain:
-            model, tokenizer = loading.load_plain(name, dtype or torch.bfloat16)
+            model, tokenizer = loading.load_plain(name, **load)
         else:
             model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
                 model_name=name,
                 max_seq_length=config.max_seq_length,
-                dtype=dtype,
                 random_state=config.seed,
                 trust_remote_code=False,
                 **load,
@@ -1389,9 +1387,13 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
         raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
     model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
     open_channel(tokenizer, config.reasoning)
-    if torch.cuda.is_available() and not SHARDED:
+    if SHARDED:
+        return model, tokenizer
+    if torch.cuda.is_available():
         decoding.Decoding(model)
-    elif not plain:  # by Unsloth on a CPU: the embedded model
+    elif plain:
+        cpu_speed.speed_up(model)
+    else:  # the embedded model
         cpu_speed.generate_merged(model, experts_alone=True)
     return model, tokenizer
 
@@ -1431,6 +1433,13 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
     return adapted
 
 
+def computes_in_bfloat16(model: Any) -> bool:
+    """Whether adapters, which are in float32, are multiplied in bfloat16."""
+    import torch
+
+    return torch.cuda.is_available() or model.dtype == torch.bfloat16
+
+
 def sample_batch(model: Any, tokenizer: Any, prompts: Sequence[str], config: AnyConfig) -> list[str]:
     """A completion of each prompt, all at once."""
     batch = tokenizer.apply_chat_template(
@@ -1463,7 +1472,7 @@ def sample_completions(model: Any, tokenizer: Any, prompts: Sequence[str], confi
     texts, rows = list[str](), config.eval_batch_size
     naming = memory.naming_memory("answers were sampled", "fewer --max-new-tokens")
     model.eval()
-    bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=torch.cuda.is_available())  # as in training
+    bf16 = torch.autocast(model.device.type, torch.bfloat16, enabled=computes_in_bfloat16(model))  # as in training
     with torch.random.fork_rng(), torch.no_grad(), bf16, naming:  # training keeps its own random numbers
         torch.manual_seed(config.seed)
         for part in bars.in_parts(prompts, "sampling", config.eval_batch_size):
@@ -1764,7 +1773,7 @@ def make_trainer(
         shuffle_dataset=False,  # step n plays the same boards in every run of a seed
         save_strategy="steps",
         use_cpu=not gpu,
-        bf16=gpu,
+        bf16=computes_in_bfloat16(model),
         dataloader_pin_memory=gpu,
     )
     return trainer_class(rollouts, config, run)(

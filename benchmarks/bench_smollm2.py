@@ -45,7 +45,7 @@ from rich.table import Table  # noqa: E402
 import gpt_2048_rl as program  # noqa: E402
 from toolkit.base import files  # noqa: E402
 from toolkit.games import programs  # noqa: E402
-from toolkit.model import loading, machine  # noqa: E402
+from toolkit.model import cpu_speed, machine  # noqa: E402
 
 KEYS: program.Layout = "wasd"
 METHODS: dict[str, dict[str, object]] = {  # the options of each
@@ -115,7 +115,7 @@ def train_by_trl(config: program.TrainConfig) -> list[float]:
         def on_train_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    loading.speed_up = lambda model: None  # type: ignore[attr-defined]
+    cpu_speed.speed_up = lambda model: None
     model, tokenizer = program.load_model(config.model, config, lambda _: None)
     folder, ladder = config.output_dir / config.run_name, program.Ladder([program.Stage.read(config.ladder[0])])
     folder.mkdir(parents=True)

@@ -12,6 +12,7 @@ import gpt_2048_rl as program
 from tests.fake_hub import FakeHub
 from tests.helpers import NO_TENSORS
 from toolkit.model.machine import Machine
+from toolkit.model.models import uses_transformers
 from toolkit.model.settings import Settings, choose_settings, choose_weights
 
 GB10 = Machine("NVIDIA GB10", (12, 1), 128_000_000_000, unified=True, processor="aarch64", triton=(3, 7))
@@ -26,7 +27,7 @@ def settings_of(
     machine: Machine, config: program.TrainConfig | program.EvalConfig, name: str = "unsloth/gpt-oss-20b"
 ) -> Settings:
     """The settings of a model on a machine."""
-    return choose_settings(machine, config, choose_weights(machine, name, config))
+    return choose_settings(machine, choose_weights(machine, name, config), uses_transformers(config))
 
 
 @pytest.fixture(scope="session")

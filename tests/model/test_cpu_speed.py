@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.model.cpu_speed import ROOM, generate_merged, share_prefixes
+from toolkit.model.cpu_speed import ROOM, generate_merged, share_prefixes, speed_up
 
 SHAPE = {
     "vocab_size": 50,
@@ -135,6 +135,15 @@ def test_merged_adapters_sample_the_same_and_leave_the_weights_as_they_were() ->
     assert sample(model, 20).equal(merged)
     with model.disable_adapter():
         assert not sample(model, 20).equal(merged)
+
+
+def test_in_bfloat16_adapters_stay_apart() -> None:
+    """The sum would round away what an adapter has learnt: 256 steps of a weight's last bit."""
+    model = small_model("llama").bfloat16()
+    own = model.generate
+    speed_up(model)
+    assert model.generate == own
+    assert sample(model, 3).shape == (6, len(LONG) + 3)
 
 
 def test_without_adapters_none_is_merged() -> None:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+import gpt_2048_rl as program
 from tests import preloaded
 from tests.helpers import HELD_OUT, NO_TENSORS
 from toolkit import UsageError
-from toolkit.model import models
+from toolkit.model import machine, models
+from toolkit.run.reading import read_curves
+from toolkit.run.sampler import ROUNDED
 
 STEP = ("--steps", 1, "--generations", 4, "--batch-size", 4, "--accumulation", 1, "--boards", 1, "--games", 2,
         "--ladder", "4:128", "--max-new-tokens", 16, "--best-of", 4, "--race-games", 1, *HELD_OUT)  # fmt: skip
@@ -52,6 +55,25 @@ def test_a_family_trains_a_step(family: str, without: str, base: Path, tmp_path:
     done = preloaded.run("--model", folder, "--output-dir", tmp_path, "--run-name", "run", "--json", *STEP)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+
+
+def train_in_bfloat16(model: str, folder: str) -> None:
+    """A step as on a processor with instructions for bfloat16."""
+    machine.multiplies_bfloat16 = lambda: True
+    assert program.main(["--model", model, "--output-dir", folder, "--run-name", "run", *map(str, STEP)]) == 0
+
+
+@pytest.mark.slow
+def test_a_step_in_bfloat16_trains_what_it_samples(base: Path, tmp_path: Path) -> None:
+    """Emulated where the processor has no instructions for it.  The adapter stays in float32."""
+    from safetensors.torch import load_file
+
+    model = save_random("Llama", base, tmp_path / "model", **SMALL)
+    preloaded.call(train_in_bfloat16, model, tmp_path)
+    curves = read_curves(tmp_path / "run")
+    assert 0 < curves["sampler/gap"][1] < curves["sampler/limit"][1] == pytest.approx(ROUNDED)
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert {str(weights.dtype) for weights in adapter.values()} == {"torch.float32"}
 
 
 def gpt2(base: Path, folder: Path) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT, run_python
 from tests.model.conftest import CPU, GB10, H100
-from toolkit.model.machine import bound_memory, find_machine, gpu_is_there, prepare_environment
+from toolkit.model.machine import bound_memory, find_machine, gpu_is_there, multiplies_bfloat16, prepare_environment
 
 
 def test_a_gpu_is_described_as_torch_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +22,16 @@ def test_a_gpu_is_described_as_torch_sees_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     found = find_machine()
     assert dataclasses.replace(found, processor=GB10.processor, triton=GB10.triton) == GB10
+
+
+@pytest.mark.parametrize(("said", "found"), [
+    ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True), ("flags\t\t: fpu avx2 amx_bf16 amx_tile\n", True),
+    ("Features\t: fp asimd i8mm bf16\n", True), ("flags\t\t: fpu avx avx2 avx512f\n", False)])  # fmt: skip
+def test_the_processor_says_whether_it_multiplies_bfloat16(
+    said: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: said)
+    assert multiplies_bfloat16() is found
 
 
 @pytest.mark.parametrize(("visible", "there"), [(None, True), ("0", True), ("", False), ("-1", False)])

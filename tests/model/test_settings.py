@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -38,14 +38,28 @@ def test_sixteen_bits_unpack_the_experts() -> None:
 
 
 def test_without_a_gpu_nothing_is_packed_and_nothing_recomputed() -> None:
+    import torch
+
     settings = settings_of(CPU, program.TrainConfig(weights="16bit"))
-    assert settings.load == {"load_in_4bit": False, "use_gradient_checkpointing": False}
+    assert settings.load == {"dtype": torch.float32, "load_in_4bit": False, "use_gradient_checkpointing": False}
     assert settings.environment == {}
+
+
+@pytest.mark.parametrize(("loader", "has_it", "computes_in"), [
+    ("transformers", True, "bfloat16"), ("transformers", False, "float32"), ("unsloth", True, "float32")])  # fmt: skip
+def test_a_processor_computes_in_bfloat16_if_it_has_instructions(
+    loader: Literal["unsloth", "transformers"], has_it: bool, computes_in: str
+) -> None:
+    """But the embedded model, which Unsloth loads, in float32 on all: its figures do not depend on the processor."""
+    settings = settings_of(dataclasses.replace(CPU, bfloat16=has_it), program.TrainConfig(loader=loader))
+    assert str(settings.load["dtype"]) == f"torch.{computes_in}"
+    assert computes_in in [how for what, how, _ in settings.rows if what == "precision"]
 
 
 def test_transformers_alone_are_told_nothing_of_unsloth() -> None:
     settings = settings_of(H100, program.TrainConfig(loader="transformers"))
-    assert settings.load == settings.environment == {}
+    assert [*settings.load] == ["dtype"]
+    assert settings.environment == {}
     assert ("precision", "bfloat16", "--loader transformers") in settings.rows
 
 

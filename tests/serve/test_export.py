@@ -685,7 +685,7 @@ def test_a_processor_without_bfloat16_compares_in_float32(
     """It emulates bfloat16: SmolLM2's comparison had not ended after ten minutes.  What is written stays as it is."""
     import torch
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    monkeypatch.setattr(verify, "multiplies_bfloat16", lambda: supported)
     monkeypatch.setattr(verify, "available_memory", lambda: free)
     model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     found = verify.quick(model)

@@ -173,7 +173,7 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
         return f"holds, {len(os.sched_getaffinity(0))} workers"
 
     def settings() -> str:
-        rows.extend(choose_settings(machine, planned, choice).rows)
+        rows.extend(choose_settings(machine, choice, planned.loader == "transformers").rows)
         if machine.gpu or speed:
             rows.append(time_row(planned, speed.get("seconds", 0.0)))
         return "as above"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit import UsageError
 from toolkit.base.ranks import SHARDED, by_first_rank
 from toolkit.model import machine, smollm2
-from toolkit.model.cpu_speed import speed_up
 from toolkit.model.memory import check_download, four_bit_name, memory_warning
 from toolkit.model.models import (
     MADE_HERE,
@@ -50,6 +49,7 @@ def import_libraries(say: Callable[[Any], None], local: bool, plain: bool) -> No
                 import unsloth  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
     finally:
+        gc.freeze()  # nor does it search them later: accelerate's collection before a training took 0.7 s
         gc.enable()
 
     if local:
@@ -71,21 +71,22 @@ def prepare(
 ) -> tuple[str, dict[str, Any]]:
     """Everything before a model is loaded: environment, settings, checks, the embedded model's warm start.
 
-    Returns the name or folder to load, and the arguments of Unsloth's loader.  Training loads an adapter's base; the
+    Returns the name or folder to load, and the loader's arguments.  Training loads an adapter's base; the
     adapter is added later.  `spec` says what the warm start has to know of a keyboard layout.
     """
     base = adapter_base(name)
     layout = getattr(config, "keys", "bepo") if name == "tiny" else layout_of(base)
     ours = bool(layout) or base_of(name) == "smollm2"
     local = ours or (Path(name).is_dir() and (base is None or base.is_dir()))
-    import_libraries(say, local, uses_transformers(config, name))
+    plain = uses_transformers(config, name)
+    import_libraries(say, local, plain)
     if trains and name not in MADE_HERE and (lacks := check_layers(name)):
         say(lacks)
     here = machine.find_machine()
     machine.bound_memory(here)
     choice = choose_weights(here, name, config)
     config = dataclasses.replace(config, weights=choice.weights)  # type: ignore[type-var]
-    settings = choose_settings(here, config, choice)
+    settings = choose_settings(here, choice, plain)
     os.environ.update(settings.environment)
     say(settings_table(settings))
     if ours:  # an adapter's base can have left the cache
@@ -100,14 +101,11 @@ def prepare(
 
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     packed = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
-    if dtype == torch.float32 and not SHARDED:  # on a CPU; never tried elsewhere
-        speed_up(model)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext

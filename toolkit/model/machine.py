@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Machine:
     unified: bool = False  # GPU and processor share their memory
     processor: str = "x86_64"
     triton: tuple[int, int] = (0, 0)  # version
+    bfloat16: bool = False  # without a GPU: the processor multiplies it
 
 
 LIBRARIES = ("torch", "triton", "unsloth", "unsloth_zoo", "transformers", "trl", "peft", "bitsandbytes")
@@ -61,13 +63,19 @@ def library_versions(names: Sequence[str] = LIBRARIES) -> dict[str, str]:
     return found
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it.  Without them it is several times slower than float32."""
+    return bool(re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()))
+
+
 def find_machine() -> Machine:
     """This machine.  Of several GPUs it describes the first."""
     import torch
 
     processor = os.uname().machine
     if not torch.cuda.is_available():
-        return Machine(memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), processor=processor)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machine(memory=memory, processor=processor, bfloat16=multiplies_bfloat16())
     gpu = torch.cuda.get_device_properties(0)
     major, minor = library_versions(("triton",))["triton"].split(".")[:2]
     return Machine(

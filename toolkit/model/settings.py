@@ -14,7 +14,7 @@ from toolkit import UsageError, cache_folder
 from toolkit.base.files import read_json
 from toolkit.base.ranks import SHARDED
 from toolkit.model.machine import Machine, library_versions
-from toolkit.model.models import is_in_mxfp4, stays_as_stored, uses_transformers
+from toolkit.model.models import is_in_mxfp4, stays_as_stored
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,19 +105,23 @@ def choose_weights(machine: Machine, name: str, config: ModelConfig) -> Choice:
 class Settings:
     """How a model is loaded and trained on a machine, and why."""
 
-    load: dict[str, Any]  # arguments of Unsloth's loader
+    load: dict[str, Any]  # arguments of Unsloth's loader, or the type alone for transformers'
     environment: dict[str, str]  # set before anything is compiled
     rows: tuple[tuple[str, str, str], ...]  # (what, how, why), for people
 
 
-def settings_for_cpu(machine: Machine) -> Settings:
-    """Everything in float32."""
+def settings_for_cpu(machine: Machine, plain: bool) -> Settings:
+    """Unsloth loads the embedded model alone, which stays in float32: its figures were measured so."""
+    import torch
+
+    fast = plain and machine.bfloat16
     rows = (
         ("device", f"CPU, {machine.processor}", "no CUDA GPU was found"),
         ("memory", f"{machine.memory / 1e9:.0f} GB", ""),
-        ("precision", "float32", "no 4-bit kernels without a GPU"),
+        ("precision", *(("bfloat16", "this processor multiplies it") if fast else ("float32", "no GPU"))),
     )
-    return Settings({"load_in_4bit": False, "use_gradient_checkpointing": False}, {}, rows)
+    of_unsloth = {} if plain else {"load_in_4bit": False, "use_gradient_checkpointing": False}
+    return Settings({"dtype": torch.bfloat16 if fast else torch.float32, **of_unsloth}, {}, rows)
 
 
 def device_row(machine: Machine) -> tuple[str, str, str]:
@@ -127,13 +131,15 @@ def device_row(machine: Machine) -> tuple[str, str, str]:
 
 def settings_for_transformers(machine: Machine) -> Settings:
     """A GPU with `--loader transformers`."""
+    import torch
+
     rows = (
         device_row(machine),
         ("memory", f"{machine.memory / 1e9:.0f} GB", "each GPU holds a shard of the weights" if SHARDED else ""),
         ("precision", "bfloat16", "--loader transformers"),
         ("gradient checkpointing", "on the GPU", ""),
     )
-    return Settings({}, {}, rows)
+    return Settings({"dtype": torch.bfloat16}, {}, rows)
 
 
 FORMS = {"4bit": "4-bit NF4", "stored": "as stored; gpt-oss's experts in MXFP4", "16bit": "bfloat16"}
@@ -181,15 +187,18 @@ def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
     return Settings(load, environment, rows)
 
 
-def choose_settings(machine: Machine, config: ModelConfig, choice: Choice) -> Settings:
-    """The settings that fit a machine.  Raises UsageError for an option that the machine cannot do."""
+def choose_settings(machine: Machine, choice: Choice, plain: bool) -> Settings:
+    """The settings that fit a machine; `plain` is transformers without Unsloth.
+
+    Raises UsageError for an option that the machine cannot do.
+    """
     if not machine.gpu:
-        return settings_for_cpu(machine)
+        return settings_for_cpu(machine, plain)
     if choice.weights == "16bit" and machine.memory < ROOM_FOR_16_BITS:
         raise UsageError(
             f"--weights 16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: leave it out"
         )
-    return settings_for_transformers(machine) if uses_transformers(config) else settings_for_unsloth(machine, choice)
+    return settings_for_transformers(machine) if plain else settings_for_unsloth(machine, choice)
 
 
 def settings_table(settings: Settings) -> Table:

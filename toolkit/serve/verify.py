@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
 from toolkit.model.loading import load_plain
-from toolkit.model.machine import available_memory
+from toolkit.model.machine import available_memory, multiplies_bfloat16
 from toolkit.model.tiny import GameSpec
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def quick(model: Any) -> Any:
 
     size = 4 * sum(weights.numel() for weights in model.parameters())  # in float32
     in_16_bits = next(model.parameters()).dtype == torch.bfloat16
-    emulated = in_16_bits and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    emulated = in_16_bits and not multiplies_bfloat16()
     return copy.deepcopy(model).float() if emulated and 2 * size < available_memory() else model
 
 
