@@ -185,6 +185,7 @@ class DataConfig:
     out: Path = Path("outputs/mini-data")  # folder to write to
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # lines from self-play
     p_lines: Annotated[int, (1, 1e7)] = 1_000  # its positions to analyse; without stockfish, shipped lines to write
+    p_moves: Annotated[int, (1, 150)] = 20  # these are from its first moves: later ones are mostly the king's
     game_lines: Annotated[int, (0, 1e8)] = 0  # P and A lines from games with one of stockfish's moves at each turn
     stockfish: Path | None = None  # the program; default: the one on PATH or in /usr/games
     depth: Annotated[int, (1, 50)] = 8  # search depth in half moves

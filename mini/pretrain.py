@@ -120,8 +120,9 @@ def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
     rng = random.Random(f"positions {config.seed}")
     with running(program) as engine:
         for line in self_play(rng):
-            if rng.random() < 0.1:
-                yield analysed(engine, line.removeprefix("A: ").partition("+")[0], config, rng)[0]
+            fen = line.removeprefix("A: ").partition("+")[0]
+            if rng.random() < 0.1 and int(fen.split()[-1]) <= config.p_moves:
+                yield analysed(engine, fen, config, rng)[0]
 
 
 def game_lines(program: str, config: DataConfig) -> Iterator[str]:

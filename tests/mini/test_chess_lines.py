@@ -252,6 +252,13 @@ def test_the_best_move_is_the_engines_first_for_black_too(engine: Path) -> None:
     assert min(turns["w"], turns["b"]) > 5
 
 
+def test_positions_are_of_the_first_moves(engine: Path) -> None:
+    """Later ones of self-play have few pieces, and most of their moves are the king's."""
+    lines = [*islice(analysed_lines(str(engine), DataConfig(p_moves=3)), 60)]
+    assert {chess.Board(example.fen).fullmove_number for line in lines if (example := parse_line(line))} == {1, 2, 3}
+    assert max(chess.Board(example.fen).fullmove_number for example in shipped_examples()) == DataConfig().p_moves
+
+
 def test_data_command_writes_the_same_for_the_same_seed(engine: Path, tmp_path: Path) -> None:
     contents = []
     for seed, name in ((3, "a"), (3, "b"), (4, "c")):
