@@ -1393,7 +1393,7 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
         decoding.Decoding(model)
     elif plain:
         cpu_speed.speed_up(model)
-    else:  # the embedded model
+    else:  # by Unsloth: the embedded model
         cpu_speed.generate_merged(model, experts_alone=True)
     return model, tokenizer
 
@@ -1434,7 +1434,7 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
 
 
 def computes_in_bfloat16(model: Any) -> bool:
-    """Whether adapters, which are in float32, are multiplied in bfloat16."""
+    """Whether forward passes run under bfloat16's autocast: on a GPU, and where a CPU's settings say so."""
     import torch
 
     return torch.cuda.is_available() or model.dtype == torch.bfloat16

@@ -27,7 +27,7 @@ def settings_of(
     machine: Machine, config: program.TrainConfig | program.EvalConfig, name: str = "unsloth/gpt-oss-20b"
 ) -> Settings:
     """The settings of a model on a machine."""
-    return choose_settings(machine, choose_weights(machine, name, config), uses_transformers(config))
+    return choose_settings(machine, name, choose_weights(machine, name, config), uses_transformers(config))
 
 
 @pytest.fixture(scope="session")

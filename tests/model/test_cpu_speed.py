@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from toolkit.model import cpu_speed
 from toolkit.model.cpu_speed import ROOM, generate_merged, share_prefixes, speed_up
 
 SHAPE = {
@@ -137,13 +138,20 @@ def test_merged_adapters_sample_the_same_and_leave_the_weights_as_they_were() ->
         assert not sample(model, 20).equal(merged)
 
 
-def test_in_bfloat16_adapters_stay_apart() -> None:
-    """The sum would round away what an adapter has learnt: 256 steps of a weight's last bit."""
-    model = small_model("llama").bfloat16()
-    own = model.generate
-    speed_up(model)
-    assert model.generate == own
-    assert sample(model, 3).shape == (6, len(LONG) + 3)
+def test_in_bfloat16_adapters_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight's last bit is larger than what an adapter changes in the first steps."""
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.setattr(cpu_speed, "keep_memory", lambda: None)  # it would last
+    for kind, merged in ((torch.bfloat16, False), (torch.float32, True)):
+        model, calls = small_model("llama").to(kind), list[int]()
+        speed_up(model)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+        adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default").register_forward_hook(
+            lambda *_, calls=calls: calls.append(1)
+        )
+        sample(adapted, 3)
+        assert (calls == []) is merged
 
 
 def test_without_adapters_none_is_merged() -> None:

@@ -64,6 +64,7 @@ def train_in_bfloat16(model: str, folder: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(preloaded.GPU, reason="a GPU is taken instead")
 def test_a_step_in_bfloat16_trains_what_it_samples(base: Path, tmp_path: Path) -> None:
     """Emulated where the processor has no instructions for it.  The adapter stays in float32."""
     from safetensors.torch import load_file

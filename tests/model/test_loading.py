@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from tests.helpers import ROOT, run_python
 from toolkit import UsageError
-from toolkit.model.loading import check_weights, load_plain
+from toolkit.model.loading import check_weights, import_libraries, load_plain
 
 
 def model_with(kind: str, dtype: str) -> Any:
@@ -62,6 +64,19 @@ def test_an_adapter_loads_without_unsloth(base: Path, tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "adapter")
     loaded, _ = load_plain(str(tmp_path / "adapter"), torch.float32)
     assert any("lora_A" in name for name, _ in loaded.named_parameters())
+
+
+def test_what_a_model_left_behind_can_be_collected_after_the_next_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model is a cycle of references, and a notebook loads one again: frozen, it would never leave a GPU's memory."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    gc.unfreeze()
+    import_libraries(lambda _: None, local=True, plain=True)
+    frozen, model = gc.get_freeze_count(), [[] for _ in range(1000)]  # type: ignore[var-annotated]
+    import_libraries(lambda _: None, local=True, plain=True)
+    assert 0 < gc.get_freeze_count() <= frozen
+    del model
 
 
 @pytest.mark.parametrize("path", [ROOT / "gpt_2048_rl.py", *(ROOT / "toolkit").rglob("*.py")], ids=lambda f: f.stem)

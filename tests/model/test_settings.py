@@ -45,13 +45,14 @@ def test_without_a_gpu_nothing_is_packed_and_nothing_recomputed() -> None:
     assert settings.environment == {}
 
 
-@pytest.mark.parametrize(("loader", "has_it", "computes_in"), [
-    ("transformers", True, "bfloat16"), ("transformers", False, "float32"), ("unsloth", True, "float32")])  # fmt: skip
+@pytest.mark.parametrize(("name", "loader", "has_it", "computes_in"), [
+    ("smollm2", "transformers", True, "bfloat16"), ("smollm2", "transformers", False, "float32"),
+    ("smollm2", "unsloth", True, "float32"), ("tiny", "transformers", True, "float32")])  # fmt: skip
 def test_a_processor_computes_in_bfloat16_if_it_has_instructions(
-    loader: Literal["unsloth", "transformers"], has_it: bool, computes_in: str
+    name: str, loader: Literal["unsloth", "transformers"], has_it: bool, computes_in: str
 ) -> None:
-    """But the embedded model, which Unsloth loads, in float32 on all: its figures do not depend on the processor."""
-    settings = settings_of(dataclasses.replace(CPU, bfloat16=has_it), program.TrainConfig(loader=loader))
+    """But the embedded model in float32 on all, so that its figures do not depend on the processor."""
+    settings = settings_of(dataclasses.replace(CPU, bfloat16=has_it), program.TrainConfig(loader=loader), name)
     assert str(settings.load["dtype"]) == f"torch.{computes_in}"
     assert computes_in in [how for what, how, _ in settings.rows if what == "precision"]
 

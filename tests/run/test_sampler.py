@@ -228,6 +228,14 @@ def test_a_gap_that_grows_is_caught_below_the_limit() -> None:
     assert watcher._another_model(usual) == ""
 
 
+def test_a_run_that_goes_on_in_another_precision_is_not_accused() -> None:
+    """In float32 the gaps were 1e-6; on a processor with instructions for bfloat16 rounding alone makes them 0.03."""
+    watcher = Watcher(program.TrainConfig())
+    for gap, limit in [(1e-6, 1e-3)] * 5 + [(0.03, 0.4)] * 5:
+        assert watcher._another_model({"sampler/gap": gap, "sampler/limit": limit}) == ""
+    assert "another model" in watcher._another_model({"sampler/gap": 0.35, "sampler/limit": 0.4})
+
+
 def check_untold_tokens() -> None:
     """A server gave no log-probability of the first token, and none at all in the second case."""
     import torch

@@ -3,7 +3,7 @@
 Prefix sharing: the completions of a group have one prompt, whose keys and values are computed once.  Otherwise a step
 computes them for each completion, when it generates and again when it scores.  Gradients flow through what is shared.
 Merged adapters: while completions are generated, each adapted layer is one matrix instead of three, and experts are not
-added up anew for each token.
+added up anew for each token.  In bfloat16 experts alone, as PEFT does: a layer's matrix would round its adapter away.
 Kept memory: what a step frees stays with the process.  Otherwise the kernel clears it anew for each large tensor.
 
 Shapes: B rows, U distinct prompts, T tokens, H heads, D numbers of a head.
@@ -159,10 +159,9 @@ def keep_memory() -> None:
 
 
 def speed_up(model: Any) -> None:
-    """All three, for a transformers model.  In bfloat16 adapters stay apart, because the sum would round them away."""
+    """All three, for a transformers model."""
     import torch
 
     share_prefixes(model)
-    if model.dtype == torch.float32:
-        generate_merged(model)
+    generate_merged(model, experts_alone=model.dtype != torch.float32)
     keep_memory()

@@ -19,7 +19,7 @@ from toolkit.games import duration
 from toolkit.model import smollm2
 from toolkit.model.machine import Machine, find_machine, library_versions, prepare_environment
 from toolkit.model.memory import memory_needed, too_little_memory
-from toolkit.model.models import MADE_HERE, check_model, resolve_model, stays_as_stored
+from toolkit.model.models import MADE_HERE, check_model, resolve_model, stays_as_stored, uses_transformers
 from toolkit.model.settings import (
     ROOM_FOR_16_BITS,
     choose_settings,
@@ -173,7 +173,7 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
         return f"holds, {len(os.sched_getaffinity(0))} workers"
 
     def settings() -> str:
-        rows.extend(choose_settings(machine, choice, planned.loader == "transformers").rows)
+        rows.extend(choose_settings(machine, name, choice, uses_transformers(planned)).rows)
         if machine.gpu or speed:
             rows.append(time_row(planned, speed.get("seconds", 0.0)))
         return "as above"

@@ -49,7 +49,8 @@ def import_libraries(say: Callable[[Any], None], local: bool, plain: bool) -> No
                 import unsloth  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
     finally:
-        gc.freeze()  # nor does it search them later: accelerate's collection before a training took 0.7 s
+        if not gc.get_freeze_count():  # once: what a model has left behind since must stay collectable
+            gc.freeze()  # or it would search them later: accelerate's collection before a training took 0.7 s
         gc.enable()
 
     if local:
@@ -86,7 +87,7 @@ def prepare(
     machine.bound_memory(here)
     choice = choose_weights(here, name, config)
     config = dataclasses.replace(config, weights=choice.weights)  # type: ignore[type-var]
-    settings = choose_settings(here, choice, plain)
+    settings = choose_settings(here, name, choice, plain)
     os.environ.update(settings.environment)
     say(settings_table(settings))
     if ours:  # an adapter's base can have left the cache

@@ -14,7 +14,7 @@ from toolkit import UsageError, cache_folder
 from toolkit.base.files import read_json
 from toolkit.base.ranks import SHARDED
 from toolkit.model.machine import Machine, library_versions
-from toolkit.model.models import is_in_mxfp4, stays_as_stored
+from toolkit.model.models import is_embedded, is_in_mxfp4, stays_as_stored
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,18 +110,19 @@ class Settings:
     rows: tuple[tuple[str, str, str], ...]  # (what, how, why), for people
 
 
-def settings_for_cpu(machine: Machine, plain: bool) -> Settings:
-    """Unsloth loads the embedded model alone, which stays in float32: its figures were measured so."""
+def settings_for_cpu(machine: Machine, name: str, plain: bool) -> Settings:
+    """A CPU.  The embedded model is in float32 on each, so its figures do not depend on the processor."""
     import torch
 
-    fast = plain and machine.bfloat16
+    in_16_bits = plain and machine.bfloat16 and not is_embedded(name)
+    precision = ("bfloat16", "this processor multiplies it") if in_16_bits else ("float32", "no 4-bit kernels on a CPU")
     rows = (
         ("device", f"CPU, {machine.processor}", "no CUDA GPU was found"),
         ("memory", f"{machine.memory / 1e9:.0f} GB", ""),
-        ("precision", *(("bfloat16", "this processor multiplies it") if fast else ("float32", "no GPU"))),
+        ("precision", *precision),
     )
     of_unsloth = {} if plain else {"load_in_4bit": False, "use_gradient_checkpointing": False}
-    return Settings({"dtype": torch.bfloat16 if fast else torch.float32, **of_unsloth}, {}, rows)
+    return Settings({"dtype": torch.bfloat16 if in_16_bits else torch.float32, **of_unsloth}, {}, rows)
 
 
 def device_row(machine: Machine) -> tuple[str, str, str]:
@@ -187,13 +188,13 @@ def settings_for_unsloth(machine: Machine, choice: Choice) -> Settings:
     return Settings(load, environment, rows)
 
 
-def choose_settings(machine: Machine, choice: Choice, plain: bool) -> Settings:
-    """The settings that fit a machine; `plain` is transformers without Unsloth.
+def choose_settings(machine: Machine, name: str, choice: Choice, plain: bool) -> Settings:
+    """The settings that fit a machine and a model; `plain` is transformers without Unsloth.
 
     Raises UsageError for an option that the machine cannot do.
     """
     if not machine.gpu:
-        return settings_for_cpu(machine, plain)
+        return settings_for_cpu(machine, name, plain)
     if choice.weights == "16bit" and machine.memory < ROOM_FOR_16_BITS:
         raise UsageError(
             f"--weights 16bit needs a GPU of 80 GB, and {machine.gpu} has {machine.memory / 1e9:.0f}: leave it out"

@@ -151,7 +151,8 @@ class Watcher:
         self._first_entropies: list[float] = []
         self._stage, self._at_stage = "", 0  # the last stage, and how many steps had it
         self._unwon = 0  # steps in a row at this stage in which no game was won
-        self._gaps: list[float] = []  # `sampler/gap` of the first steps
+        self._gaps: list[float] = []  # `sampler/gap` of the first steps with the same limit
+        self._limit = 0.0
         self._fatal = ""  # what ends training at once
         self._foreign_steps = self._broken_steps = 0  # in a row
         self.lost_steps = 0  # in a row
@@ -204,6 +205,8 @@ class Watcher:
             return self._fatal
         if (gap := logs.get("sampler/gap")) is None:
             return ""
+        if logs["sampler/limit"] != self._limit:  # a run that goes on in another precision, of another processor
+            self._limit, self._gaps = logs["sampler/limit"], []
         usual = statistics.fmean(self._gaps) if len(self._gaps) == GAPS else math.inf
         if gap <= min(logs["sampler/limit"], 10 * usual + 1e-4):
             self._foreign_steps = 0
