@@ -44,6 +44,7 @@ def parse_arguments(argv: list[str]) -> Config:
     command = argv.pop(0)
     if command not in KINDS:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
+    cli.check_empty(KINDS[command], argv)
     algo = cli.chosen(argv, {"algo": "supervised"}, "resume")["algo"]  # the other options' defaults depend on it
     default = text_defaults(algo) if command == "text" else None
     config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mini import config as defaults
-from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, ModelOptions, SampleConfig, Shaping
+from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, Learner, supervised, train
 from mini.model import GPT, GptConfig, Rows, Sampling, generate
 from mini.runs import (
@@ -607,7 +607,7 @@ def model_folder(folder: Path) -> Path:
     return folder / "model" if (folder / "model").is_dir() else folder
 
 
-def prepare(config: ModelOptions) -> tuple[GPT, ChessTask, Sampling]:
+def prepare(config: ChessOptions) -> tuple[GPT, ChessTask, Sampling]:
     """The start, the task, and the sampling options."""
     folder = model_folder(config.init or PRETRAINED)
     tokens = load_tokens(folder)
@@ -728,8 +728,6 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
         ids = task.prompt_ids(item) if of_chess else tokens.encode(prompt)
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
-    if not ids:
-        raise UsageError("--prompt is empty")
     generator = torch.Generator(model.device).manual_seed(config.seed)
     rows, log_probs = generate(model, [ids], config.k_samples, sampling, task.end, generator)
     for row, log_prob in zip(rows.answers(task.end)[0], log_probs.sum(1).tolist(), strict=True):

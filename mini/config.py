@@ -58,8 +58,9 @@ class RewardOptions(RunOptions):
 
 @dataclass(kw_only=True)
 class ChessOptions(CommonOptions):
-    """Chess data, sampling and the judge."""
+    """The chess model, its data, sampling and the judge."""
 
+    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
@@ -70,13 +71,6 @@ class ChessOptions(CommonOptions):
     held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
-
-
-@dataclass(kw_only=True)
-class ModelOptions(ChessOptions):
-    """A chess model."""
-
-    init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
 
 
 @dataclass(kw_only=True)
@@ -109,7 +103,7 @@ class GrpoOptions:
 
 
 @dataclass(kw_only=True)
-class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
+class ChessConfig(GrpoOptions, ChessOptions, RewardOptions):
     """Train a model on chess with GRPO; compare it with its start, with controls and with likelihood for as long."""
 
     def check(self) -> None:
@@ -126,7 +120,6 @@ class ChessConfig(GrpoOptions, ModelOptions, RewardOptions):
 class PretrainOptions(ChessOptions):
     """The corpus, the model and its training."""
 
-    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
     init: Path | None = None  # go on from this folder's model or run, instead of from GPT-2's own start values
@@ -153,14 +146,14 @@ class PretrainConfig(PretrainOptions, RunOptions):
 
 
 @dataclass(kw_only=True)
-class EvalConfig(ModelOptions):
+class EvalConfig(ChessOptions):
     """Evaluate a model on the held-out prompts."""
 
     json: bool = False  # the last line of stdout is one JSON object; everything else goes to stderr
 
 
 @dataclass(kw_only=True)
-class SampleConfig(ModelOptions):
+class SampleConfig(ChessOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
     prompt: str | None = None  # begins with P: or A:, or for a text run with anything; default: 1. e4, or a line break
@@ -168,7 +161,7 @@ class SampleConfig(ModelOptions):
 
 
 @dataclass(kw_only=True)
-class PlayConfig(ModelOptions):
+class PlayConfig(ChessOptions):
     """Play games against random moves, and against stockfish at its lowest level if it is installed."""
 
     games: Annotated[int, (2, 1e5)] = 50  # against each opponent, with each colour in turn

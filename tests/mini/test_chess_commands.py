@@ -317,6 +317,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["sample", "--prompt", "What?"], "--prompt must be"),
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
+    (["chess", "--log-dir", ""], "--log-dir is empty"),  # an unset variable: it was the working directory
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
     (["pretrain", "--data", "/nowhere"], "/nowhere: No such file"),
     (["pretrain", "--n-head", "6"], "--n-embd 160 cannot be shared by --n-head 6"),
