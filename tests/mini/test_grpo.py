@@ -285,6 +285,8 @@ def plain_loss(step: Step, kl_coef: float) -> dict[str, float]:
         assert isinstance(step.learner.reference, GPT)
         start = log_probs_of(step.learner.reference, prompt + completion, c.temperature)
         ids = torch.tensor([prompt + completion])
+        head = step.learner.value_head
+        values = head(step.learner.model(ids, torch.ones_like(ids)))[0] if head else None
         for t, token in enumerate(completion):
             at = len(prompt) - 1 + t
             lp, old, d = now[at][token], step.old[n, t].item(), start[at][token] - now[at][token]
@@ -296,9 +298,8 @@ def plain_loss(step: Step, kl_coef: float) -> dict[str, float]:
                   "squared": d * d / 2}[c.kl_type]  # fmt: skip
             spread = -sum(math.exp(value) * value for value in now[at])
             sums["loss"] += kl_coef * kl - c.entropy_coef * spread - min(ratio * advantage, kept * advantage)
-            if step.learner.value_head:
-                hidden = step.learner.model(ids, torch.ones_like(ids))
-                error = (step.learner.value_head(hidden)[0, at].item() - step.returns[n, t].item()) ** 2
+            if values is not None:
+                error = (values[at].item() - step.returns[n, t].item()) ** 2
                 sums["loss"] += c.value_loss_coef * error
                 sums["value_loss"] += error
             sums["kl"] += kl

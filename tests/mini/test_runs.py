@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -138,11 +139,17 @@ TINY = ("--n-layer", 1, "--n-head", 2, "--n-embd", 16, "--horizon", 8, "--batch-
         "--track", "none", "--log-steps", 1, "--warm-steps", 2, "--algo", "grpo")  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("the cat sat on the mat; " * 60)
+    return file
+
+
 @pytest.fixture
-def words(tmp_path: Path) -> tuple[object, ...]:
+def words(text: Path, tmp_path: Path) -> tuple[object, ...]:
     """The command line of a text run, but for its length."""
-    (tmp_path / "text.txt").write_text("the cat sat on the mat; " * 60)
-    return ("text", *TINY, "--data", tmp_path / "text.txt", "--log-dir", tmp_path / "run")
+    return ("text", *TINY, "--data", text, "--log-dir", tmp_path / "run")
 
 
 def learner() -> Learner:
@@ -239,25 +246,38 @@ DAMAGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def two_steps(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert run_mini("text", *TINY, "--data", text, "--log-dir", folder, "--steps", 2, "--no-control").returncode == 0
+    return folder
+
+
+@pytest.fixture
+def trained(words: tuple[object, ...], two_steps: Path, tmp_path: Path) -> tuple[object, ...]:
+    """The command line of such a run, whose files a test may damage."""
+    shutil.copytree(two_steps, tmp_path / "run")
+    return words
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_one_line(damage: str, words: tuple[object, ...], tmp_path: Path) -> None:
-    assert run_mini(*words, "--steps", 2, "--no-control").returncode == 0
+def test_a_damaged_checkpoint_is_one_line(damage: str, trained: tuple[object, ...], tmp_path: Path) -> None:
     path = tmp_path / "run" / "checkpoint.pt"
     torch.save(DAMAGES[damage](torch.load(path, weights_only=True)), path)
-    done = run_mini(*words, "--steps", 3, "--resume")
+    done = run_mini(*trained, "--steps", 3, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"{path} is damaged or does not fit: " in done.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
-def test_a_damaged_start_is_one_line(content: bytes | None, words: tuple[object, ...], tmp_path: Path) -> None:
-    assert run_mini(*words, "--steps", 2, "--no-control").returncode == 0
+def test_a_damaged_start_is_one_line(content: bytes | None, trained: tuple[object, ...], tmp_path: Path) -> None:
     path = tmp_path / "run" / "start.pt"
     if content is None:
         torch.save({name: part[:1] for name, part in torch.load(path, weights_only=True).items()}, path)
     else:
         path.write_bytes(content)
-    done = run_mini(*words, "--steps", 3, "--resume")
+    done = run_mini(*trained, "--steps", 3, "--resume")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert str(path) in done.stderr
 
