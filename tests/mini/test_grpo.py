@@ -8,6 +8,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -246,10 +247,9 @@ def learner_for(model: GPT, reference: GPT, config: ChessConfig) -> Learner:
     )  # fmt: skip
 
 
-def make_step(**options: Any) -> Step:
-    """The policy has moved a little since it sampled, and a little from the start; the value head says something."""
-    chosen = {"temperature": 0.9, "micro_batch": 5, "lr": 1e-2, "max_grad_norm": 1e9, "kl_coef": 0.5, **options}
-    config = ChessConfig(**chosen)
+@cache
+def sampled(temperature: float) -> tuple[GPT, GPT, Rows, Tensor]:
+    """The start, a policy that has moved a little from it and since it sampled, and what it sampled."""
     reference, sampler, policy = small_model(1), small_model(1), small_model(1)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -257,8 +257,16 @@ def make_step(**options: Any) -> Step:
             parameter.add_(0.03 * torch.randn_like(parameter))
         for ours, theirs in zip(policy.parameters(), sampler.parameters(), strict=True):
             ours.copy_(theirs + 0.01 * torch.randn_like(theirs))
-    sampling = Sampling(config.temperature, max_new_tokens=9)
-    rows, old = generate(sampler, PROMPTS, K, sampling, END, torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature, max_new_tokens=9)
+    return reference, policy, *generate(sampler, PROMPTS, K, sampling, END, torch.Generator().manual_seed(0))
+
+
+def make_step(**options: Any) -> Step:
+    """An update of this policy; the value head says something."""
+    chosen = {"temperature": 0.9, "micro_batch": 5, "lr": 1e-2, "max_grad_norm": 1e9, "kl_coef": 0.5, **options}
+    config = ChessConfig(**chosen)
+    reference, policy, rows, old = copy.deepcopy(sampled(config.temperature))
+    torch.manual_seed(3)
     learner = learner_for(policy, reference, config)
     if learner.value_head:
         torch.nn.init.normal_(learner.value_head.out.weight)
