@@ -1,6 +1,6 @@
 """Where the start comes from, and how it plays: chess data (data), a GPT-2 that learns it (pretrain), games (play).
 
-    python -m mini data --out FOLDER --a-lines 400000 --p-lines 400000 --game-lines 800000
+    python -m mini data --out FOLDER --a-lines 400000 --p-lines 400000 --p-moves 150 --game-lines 800000
     python -m mini pretrain --data FOLDER --log-dir RUN            RUN/model is for --init
     python -m mini play --init RUN
 
