@@ -209,12 +209,14 @@ def test_what_cannot_be_served_gets_one_line(flags: list[str], said: str, capsys
     assert errors.count("\n") == 1
 
 
-def test_a_port_that_another_server_has_gets_one_line(address: str) -> None:
+def test_a_port_that_another_server_has_gets_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from integrations.openenv_2048 import Args, serve
+
     port = address.rpartition(":")[2]
-    command = [sys.executable, *SERVER, "--port", port]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1, port {port} (Address already in use")
+    assert task.start(Args, serve, SERVER[1], ["--port", port]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: cannot listen at 127.0.0.1, port {port} (Address already in use")
+    assert errors.count("\n") == 1
 
 
 def test_ctrl_c_ends_the_server_without_a_traceback(server: Server) -> None:

@@ -74,15 +74,42 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def evaluate(installed: Path, model: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """What vf-eval says, run where nothing of this repository can be found."""
-    command = [str(Path(sys.executable).with_name("vf-eval")), "verifiers-2048", "--model", "scripted",
-               "--client.base-url", model, "--client.api-key-var", "NONE", "--no-push", "--no-rich",
-               "--run.name", "run", "--output-dir", str(folder), "--num-rollouts", "2", "--env.taskset.tasks", "2",
-               "--env.taskset.game.size", "5", "--env.taskset.game.target", "32", *flags]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
-                          check=False)  # fmt: skip
+EVALUATIONS = {
+    "one turn": (),
+    "three turns": ("--env.taskset.turns", "3"),
+    "no boards": ("--env.taskset.game.boards", "0"),
+}
+VF_EVAL = """
+import json, os, sys
+from verifiers.v1.cli.eval.main import main
+for line in sys.stdin:
+    folder, words = json.loads(line)
+    if not os.fork():
+        os.chdir(folder)
+        for stream in (1, 2):
+            os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        sys.argv[1:] = words
+        sys.exit(main())
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def evaluations(installed: Path, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Path]]:
+    """Exit codes and folders of what vf-eval does, where nothing of this repository can be found.
+
+    One process imports verifiers, which takes longer than an evaluation, and is forked for each.
+    """
+    folders = {name: tmp_path_factory.mktemp("evaluation") for name in EVALUATIONS}
+    words = ["verifiers-2048", "--model", "scripted", "--client.base-url", model, "--client.api-key-var", "NONE",
+             "--no-push", "--no-rich", "--run.name", "run", "--num-rollouts", "2", "--env.taskset.tasks", "2",
+             "--env.taskset.game.size", "5", "--env.taskset.game.target", "32"]  # fmt: skip
+    asked = [[str(folder), [*words, "--output-dir", str(folder), *EVALUATIONS[name]]]
+             for name, folder in folders.items()]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", VF_EVAL], input="\n".join(map(json.dumps, asked)), cwd=installed,
+                          env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True,
+                          timeout=600, check=True)  # fmt: skip
+    return dict(zip(folders, zip(map(int, done.stdout.split()), folders.values(), strict=True), strict=True))
 
 
 def traces(folder: Path) -> list[dict[str, Any]]:
@@ -96,24 +123,24 @@ def rewards(trace: dict[str, Any]) -> dict[str, float]:
     return {name: reward["score"] for name, reward in trace["rewards"].items()}
 
 
-def test_an_evaluation_records_the_four_rewards_and_no_seed(installed: Path, model: str, tmp_path: Path) -> None:
-    done = evaluate(installed, model, tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = traces(tmp_path)
+def test_an_evaluation_records_the_four_rewards_and_no_seed(evaluations: dict[str, tuple[int, Path]]) -> None:
+    code, folder = evaluations["one turn"]
+    assert code == 0, (folder / "said").read_text()
+    found = traces(folder)
     assert len(found) == 4
     for trace in found:
         lost = rewards(trace)
         assert trace["metrics"]["won"] == 0
         assert lost.pop("strategy_succeeds") < program.NEARLY
         assert lost == {"function_works": program.WORKS["load"], "no_cheating": program.CLEAN, "ends_in_time": 0.0}
-    text = (tmp_path / "run" / "traces.jsonl").read_text()
+    text = (folder / "run" / "traces.jsonl").read_text()
     assert not any(str(seed) in text for i in range(2) for seed in task.Question(index=i).seeds)
 
 
-def test_the_outcome_comes_back_and_the_better_program_counts(installed: Path, model: str, tmp_path: Path) -> None:
-    done = evaluate(installed, model, tmp_path, "--env.taskset.turns", "3")
-    assert done.returncode == 0, done.stderr
-    for trace in traces(tmp_path):
+def test_the_outcome_comes_back_and_the_better_program_counts(evaluations: dict[str, tuple[int, Path]]) -> None:
+    code, folder = evaluations["three turns"]
+    assert code == 0, (folder / "said").read_text()
+    for trace in traces(folder):
         assert "The last position on board" in json.dumps(trace["nodes"])
         assert trace["metrics"]["won"] == 1
         assert rewards(trace) == {"function_works": program.WORKS["load"], "no_cheating": program.CLEAN,
@@ -121,8 +148,9 @@ def test_the_outcome_comes_back_and_the_better_program_counts(installed: Path, m
         assert sum(node.get("sampled", False) for node in trace["nodes"]) == 2  # a won game needs no third answer
 
 
-def test_a_game_that_cannot_be_is_refused(installed: Path, model: str, tmp_path: Path) -> None:
-    done = evaluate(installed, model, tmp_path, "--env.taskset.game.boards", "0")
-    assert done.returncode != 0
-    assert "boards must lie between 1 and 64, not 0" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_game_that_cannot_be_is_refused(evaluations: dict[str, tuple[int, Path]]) -> None:
+    code, folder = evaluations["no boards"]
+    assert code != 0
+    said = (folder / "said").read_text()
+    assert "boards must lie between 1 and 64, not 0" in said
+    assert "Traceback" not in said

@@ -47,8 +47,10 @@ def save_random(family: str, base: Path, folder: Path, without: str = "", **shap
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "without"), [*((family, "") for family in FAMILIES), ("Llama", "pad_token")])
+@pytest.mark.parametrize(("family", "without"), [
+    *(pytest.param(family, "", marks=pytest.mark.long) for family in FAMILIES if family != "Gemma2"),
+    pytest.param("Gemma2", "", marks=pytest.mark.slow), pytest.param("Llama", "pad_token", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_family_trains_a_step(family: str, without: str, base: Path, tmp_path: Path) -> None:
     """A tokenizer without a pad token, too."""
     folder = save_random(family, base, tmp_path / "model", without, **FAMILIES[family])

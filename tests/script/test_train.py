@@ -266,7 +266,7 @@ def test_groups_of_a_step_and_stages_that_climb(base: Path, tmp_path: Path) -> N
     board, then a larger target."""
     numbers = {"steps": 7, "generations": 4, "batch-size": 2, "accumulation": 4, "games": 2, "save-steps": 7,
                "learning-rate": 1e-5, "curriculum-groups": 4, "curriculum-bar": 0.3,
-               "race-games": 16, "best-of": 8}  # fmt: skip
+               "race-games": 16, "best-of": 8, "max-new-tokens": 48}  # fmt: skip
     flags = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
     done = run("--model", "tiny", "--output-dir", tmp_path, "--run-name", "climbs", "--json", *flags, *HELD_OUT,
                "--ladder", "5:8", "4:8")  # fmt: skip
