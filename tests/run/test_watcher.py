@@ -60,6 +60,13 @@ def test_a_trouble_is_named_with_its_remedy(change: dict[str, Any], logs: dict[s
     assert named in watcher_of(patience=3).look(step, logs)
 
 
+def test_less_reasoning_is_named_where_there_is_some() -> None:
+    """SmolLM2, which has none, was told to take --reasoning none."""
+    for effort in ("none", "low"):
+        said = watcher_of(reasoning=effort).look(HEALTHY, {"completions/clipped_ratio": 0.9})
+        assert ("--reasoning none" in said) is (effort != "none")
+
+
 def test_entropy_that_runs_away_is_named() -> None:
     """An entropy bonus of 0.02 did this to the embedded model: 0.4 became 1.2, and code turned into noise."""
     watcher = watcher_of(patience=3)

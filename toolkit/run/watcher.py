@@ -28,6 +28,9 @@ class WatchedConfig(Protocol):
     patience: int
     curriculum: bool
 
+    @property
+    def reasoning(self) -> str: ...
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A step
@@ -228,9 +231,10 @@ class Watcher:
         self._entropy = entropy
         if len(self._first_entropies) < 5:
             self._first_entropies.append(entropy)
+        or_less = "" if self._config.reasoning == "none" else ", or take --reasoning none"
         usual, no_spread, all_won = statistics.fmean(self._first_entropies), step.flat == 1, step.won == 1
         troubles = {  # the first that holds is named
-            "nearly all completions are cut off at the length limit: raise --max-new-tokens, or take --reasoning none":
+            f"nearly all completions are cut off at the length limit: raise --max-new-tokens{or_less}":
                 logs.get("completions/clipped_ratio", 0.0) >= 0.8,
             "the sampler tells no log-probabilities, so nothing shows whether it has the trained model: see vllm.log":
                 logs.get("sampler/untold", 0.0) > 0.5,
