@@ -192,19 +192,21 @@ def test_every_end_token_of_the_model_ends_an_answer() -> None:
     import torch
 
     trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1, 2],
-                              max_completion_length=3)  # fmt: skip
-    ids = torch.tensor([[7, 1, 0], [7, 2, 0], [7, 7, 7], [7, 3, 0]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]])
+                              max_completion_length=4)  # fmt: skip
+    ids = torch.tensor([[7, 1, 0, 0], [7, 2, 0, 0], [7, 7, 7, 7], [7, 3, 0, 0]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     assert unended(trainer, {"completion_ids": ids, "completion_mask": mask}) == 0.25
 
 
-def test_a_pad_token_in_the_middle_ends_nothing() -> None:
-    """A model of random weights samples it like any other, and its run ended at the first step."""
+@pytest.mark.parametrize("ids", [[[7, 0, 7]], [[7, 7, 0]], [[7, 0, 0], [0, 7, 7]]], ids=str)
+def test_a_sampled_pad_token_ends_nothing(ids: list[list[int]]) -> None:
+    """A model of random weights samples it like any other, and its run ended at the first step.  Another one, whose
+    answers were all cut off, had one as its last token once in 29 steps."""
     import torch
 
     trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1],
                               max_completion_length=3)  # fmt: skip
-    batch = {"completion_ids": torch.tensor([[7, 0, 7]]), "completion_mask": torch.ones(1, 3, dtype=torch.long)}
+    batch = {"completion_ids": torch.tensor(ids), "completion_mask": torch.ones(len(ids), 3, dtype=torch.long)}
     assert unended(trainer, batch) == 0.0
 
 

@@ -21,6 +21,7 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run, run_python
+from tests.model.test_families import SMALL, save_random
 from toolkit import UsageError
 from toolkit.model import adapters, smollm2, tiny
 from toolkit.serve import export, verify
@@ -652,6 +653,23 @@ def test_an_export_reaches_the_hub(learned: Path, tmp_path: Path) -> None:
     assert hub.repositories["me/mine"]["private"]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert hub.repositories["me/mine"]["files"] == files
+
+
+def test_the_base_has_the_name_that_it_has_in_training(learned: Path, tmp_path: Path) -> None:
+    """`--base tiny` was looked for on the hub, and ended in a traceback."""
+    for name, words in (("default", {}), ("named", {"base": "tiny"})):
+        exported(learned, "merged_16bit", tmp_path / name, **words)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("default", "named")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("format", ["lora", "merged_16bit"])
+def test_a_base_that_an_adapter_was_not_made_for_is_named(format: str, learned: Path, tmp_path: Path) -> None:
+    """It was a traceback over every shape that differs."""
+    other = save_random("Llama", tiny.folder_of("bepo"), tmp_path / "other", **SMALL)
+    with pytest.raises(UsageError, match=f"the adapter was not made for {other}: name another --base"):
+        exported(learned, format, tmp_path / "out", base=str(other), verify=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_holds_nothing_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

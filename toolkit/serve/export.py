@@ -116,9 +116,8 @@ def check_base(base: str, config: Any, written: float, copied: float, folder: Pa
         )
 
 
-def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftModel:
-    """The base model, in 16 bits or as it was trained, with its adapter."""
-    from peft import PeftModel
+def load_base(base: str, say: Callable[[str], None]) -> Any:
+    """The base model, in 16 bits or as it was trained."""
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
@@ -129,7 +128,17 @@ def load_adapted(base: str, adapter: Path, say: Callable[[str], None]) -> PeftMo
         model, _ = load_plain(base, "auto")
     except (OSError, SafetensorError) as error:
         raise UsageError(f"the weights of {base} cannot be read: {str(error).partition(chr(10))[0]}") from None
-    return PeftModel.from_pretrained(model, adapter)
+    return model
+
+
+def adapt(model: Any, base: str, adapter: Path) -> PeftModel:
+    """The base model with its adapter."""
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, adapter)
+    except (RuntimeError, ValueError):  # other layers, or other shapes
+        raise UsageError(f"the adapter was not made for {base}: name another --base") from None
 
 
 def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -386,13 +395,14 @@ def write_export(
         tokenizer.save_pretrained(lora)
         for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")
-        adapted: Any = None
+        model: Any = None
         try:
-            adapted = load_adapted(base, lora, say) if whole or prompts else None
+            model = load_base(base, say) if whole or prompts else None
         except UsageError as error:  # an adapter can be written without the base's weights
             if whole:
                 raise
             say(f"the export is not verified: {error}")
+        adapted = adapt(model, base, lora) if model else None
         answers = verify.reference(adapted, tokenizer, prompts) if adapted and prompts else []
         write_format(config, adapted, lora, base, made, say)
         adapted = None  # makes room
@@ -427,7 +437,8 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
     base = config.base or full_precision(str(adapter_base(str(adapter))))
-    base = str(smollm2.folder()) if base == "smollm2" else base
+    keys = read_json(run / "config.json").get("keys", "bepo")
+    base = {"tiny": str(tiny.folder_of(keys)), "smollm2": str(smollm2.folder())}.get(base, base)
     layout = tiny.layout_of(Path(base))
     if layout:
         tiny.warm_start(spec(layout), progress=tiny.every_tenth(say))  # it may have left the cache
@@ -444,7 +455,7 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     from safetensors import SafetensorError
 
     try:
-        known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
+        known = spec(layout or keys)
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
         found = write_export(config, adapter, base, prompts, folder, say)
     except (OSError, SafetensorError) as error:
