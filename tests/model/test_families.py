@@ -48,8 +48,9 @@ def save_random(family: str, base: Path, folder: Path, without: str = "", **shap
 
 
 @pytest.mark.parametrize(("family", "without"), [
-    *(pytest.param(family, "", marks=pytest.mark.long) for family in FAMILIES if family != "Gemma2"),
-    pytest.param("Gemma2", "", marks=pytest.mark.slow), pytest.param("Llama", "pad_token", marks=pytest.mark.slow),
+    *(pytest.param(family, "", marks=getattr(pytest.mark, "slow" if family == "Gemma2" else "long"))
+      for family in FAMILIES),
+    pytest.param("Llama", "pad_token", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_family_trains_a_step(family: str, without: str, base: Path, tmp_path: Path) -> None:
     """A tokenizer without a pad token, too."""

@@ -192,22 +192,26 @@ def test_every_end_token_of_the_model_ends_an_answer() -> None:
     import torch
 
     trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1, 2],
-                              max_completion_length=4)  # fmt: skip
+                              max_completion_length=4, use_vllm=False)  # fmt: skip
     ids = torch.tensor([[7, 1, 0, 0], [7, 2, 0, 0], [7, 7, 7, 7], [7, 3, 0, 0]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     assert unended(trainer, {"completion_ids": ids, "completion_mask": mask}) == 0.25
 
 
-@pytest.mark.parametrize("ids", [[[7, 0, 7]], [[7, 7, 0]], [[7, 0, 0], [0, 7, 7]]], ids=str)
-def test_a_sampled_pad_token_ends_nothing(ids: list[list[int]]) -> None:
+@pytest.mark.parametrize(("ids", "use_vllm"), [
+    ([[7, 0, 7]], False), ([[7, 7, 0]], False), ([[7, 0, 0], [0, 7, 7]], False), ([[7, 0, 0]], True),
+])  # fmt: skip
+def test_a_sampled_pad_token_ends_nothing(ids: list[list[int]], use_vllm: bool) -> None:
     """A model of random weights samples it like any other, and its run ended at the first step.  Another one, whose
-    answers were all cut off, had one as its last token once in 29 steps."""
+    answers were all cut off, had one as its last token once in 29 steps.  vLLM pads nothing."""
     import torch
 
     trainer = SimpleNamespace(processing_class=SimpleNamespace(pad_token_id=0), eos_token_ids=[1],
-                              max_completion_length=3)  # fmt: skip
+                              max_completion_length=3, use_vllm=use_vllm)  # fmt: skip
     batch = {"completion_ids": torch.tensor(ids), "completion_mask": torch.ones(len(ids), 3, dtype=torch.long)}
     assert unended(trainer, batch) == 0.0
+    trainer.max_completion_length = 4
+    assert unended(trainer, batch) == 1.0
 
 
 def test_the_divergence_is_that_of_two_distributions(base: Path) -> None:

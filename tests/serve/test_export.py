@@ -21,7 +21,7 @@ from tests import preloaded
 from tests.conftest import Run
 from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, ROOT, run, run_python
-from tests.model.test_families import SMALL, save_random
+from tests.model.test_families import SMALL, gpt2, save_random
 from toolkit import UsageError
 from toolkit.model import adapters, smollm2, tiny
 from toolkit.serve import export, verify
@@ -664,11 +664,22 @@ def test_the_base_has_the_name_that_it_has_in_training(learned: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("format", ["lora", "merged_16bit"])
-def test_a_base_that_an_adapter_was_not_made_for_is_named(format: str, learned: Path, tmp_path: Path) -> None:
-    """It was a traceback over every shape that differs."""
-    other = save_random("Llama", tiny.folder_of("bepo"), tmp_path / "other", **SMALL)
-    with pytest.raises(UsageError, match=f"the adapter was not made for {other}: name another --base"):
-        exported(learned, format, tmp_path / "out", base=str(other), verify=True)
+@pytest.mark.parametrize("other", ["another family", "other names", "fewer layers"])
+def test_a_base_that_an_adapter_does_not_fit_is_named(other: str, format: str, learned: Path, tmp_path: Path) -> None:
+    """It was a traceback over every shape that differs; a layer that is missing went unnoticed."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own, base = tiny.folder_of("bepo"), tmp_path / "base"
+    if other == "fewer layers":
+        model = AutoModelForCausalLM.from_pretrained(own)
+        del model.model.layers[2:]
+        model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
+        for part in (model, AutoTokenizer.from_pretrained(own)):
+            part.save_pretrained(base)
+    else:
+        (save_random("Llama", own, base, **SMALL) if other == "another family" else gpt2(own, base))
+    with pytest.raises(UsageError, match=rf"the adapter does not fit {base} \(.+\): name another --base"):
+        exported(learned, format, tmp_path / "out", base=str(base), verify=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -77,8 +77,8 @@ def rounding(model: Any, served: bool = False) -> float:
 def unended(trainer: Any, batch: dict[str, Any]) -> float:
     """The share of a batch's completions that ended before the length limit, and not with one of the end tokens.
 
-    What follows an unknown end token is padding, which TRL's mask counts as sampled.  But a model samples pad tokens
-    too: where one stands inside a completion, or alone at an end, none of them counts as padding.
+    Where transformers samples, padding follows an unknown end token, and TRL's mask counts it as sampled.  But a model
+    samples pad tokens too: where one stands inside a completion, or alone at an end, none of them counts as padding.
     """
     import torch
 
@@ -87,7 +87,7 @@ def unended(trainer: Any, batch: dict[str, Any]) -> float:
     pads = mask & (ids == trainer.processing_class.pad_token_id)  # (B, T)
     whole, length = mask.sum(1), (places * (mask & ~pads)).amax(1)  # (B,) each, with and without pad tokens at the end
     sampled = (pads & (places < length[:, None])).any() | (whole - length == 1)  # (B,)
-    length = whole.where(sampled, length)
+    length = whole.where(sampled | trainer.use_vllm, length)
     ended = (torch.isin(ids, torch.tensor(trainer.eos_token_ids, device=ids.device)) & mask).any(1)  # (B,)
     return float((~ended & (length < trainer.max_completion_length)).float().mean())
 

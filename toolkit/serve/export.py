@@ -48,7 +48,7 @@ class ExportConfig:
     # The adapter (lora, gguf_lora) or the whole model; mxfp4 for gpt-oss only, gguf for llama.cpp and with smollm2 too.
     format: Literal["lora", "merged_16bit", "mxfp4", "gguf", "gguf_lora"] = "lora"
     output_dir: Path | None = None  # default: export/FORMAT in the run's folder, where a new export replaces an old one
-    base: str = ""  # model to merge the adapter into; default: the one it was trained on
+    base: str = ""  # model to merge the adapter into, also tiny or smollm2; default: the one it was trained on
     experts: Literal["q8_0", "mxfp4"] = "q8_0"  # a gguf's experts: 24 GB for gpt-oss-20b; mxfp4: 14 GB that keep less
     verify: bool = True  # compare the export with the trained model, where memory allows
     push_to_hub: str = ""  # also upload the folder to this hub repository: OWNER/NAME
@@ -132,13 +132,19 @@ def load_base(base: str, say: Callable[[str], None]) -> Any:
 
 
 def adapt(model: Any, base: str, adapter: Path) -> PeftModel:
-    """The base model with its adapter."""
-    from peft import PeftModel
+    """The base model with its adapter, whose every tensor has to have its place there."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
 
     try:
-        return PeftModel.from_pretrained(model, adapter)
-    except (RuntimeError, ValueError):  # other layers, or other shapes
-        raise UsageError(f"the adapter was not made for {base}: name another --base") from None
+        adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
+    except (RuntimeError, ValueError) as error:  # other names of layers, or other shapes
+        reason = str(error).splitlines()[-1].strip()
+        raise UsageError(f"the adapter does not fit {base} ({reason}): name another --base") from None
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        if set(file.keys()) != set(get_peft_model_state_dict(adapted)):
+            raise UsageError(f"the adapter does not fit {base} (other layers): name another --base")
+    return adapted
 
 
 def pack_experts(adapted: PeftModel) -> tuple[dict[str, torch.Tensor], float, float]:
@@ -395,14 +401,14 @@ def write_export(
         tokenizer.save_pretrained(lora)
         for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")
-        model: Any = None
+        adapted: Any = None
         try:
-            model = load_base(base, say) if whole or prompts else None
+            adapted = load_base(base, say) if whole or prompts else None
         except UsageError as error:  # an adapter can be written without the base's weights
             if whole:
                 raise
             say(f"the export is not verified: {error}")
-        adapted = adapt(model, base, lora) if model else None
+        adapted = adapted and adapt(adapted, base, lora)
         answers = verify.reference(adapted, tokenizer, prompts) if adapted and prompts else []
         write_format(config, adapted, lora, base, made, say)
         adapted = None  # makes room
@@ -436,9 +442,11 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     folder = config.output_dir or run / "export" / config.format
     if config.output_dir and folder.exists():
         raise UsageError(f"{folder} already exists: choose another --output-dir")
-    base = config.base or full_precision(str(adapter_base(str(adapter))))
-    keys = read_json(run / "config.json").get("keys", "bepo")
-    base = {"tiny": str(tiny.folder_of(keys)), "smollm2": str(smollm2.folder())}.get(base, base)
+    own = adapter_base(str(adapter))
+    base = config.base or full_precision(str(own))
+    if base == "tiny" and not tiny.layout_of(own):
+        raise UsageError(f"the adapter was made for {own}, which is not this version's tiny: leave out --base")
+    base = {"tiny": str(own), "smollm2": str(smollm2.folder())}.get(base, base)
     layout = tiny.layout_of(Path(base))
     if layout:
         tiny.warm_start(spec(layout), progress=tiny.every_tenth(say))  # it may have left the cache
@@ -455,7 +463,7 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     from safetensors import SafetensorError
 
     try:
-        known = spec(layout or keys)
+        known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
         found = write_export(config, adapter, base, prompts, folder, say)
     except (OSError, SafetensorError) as error:
