@@ -181,7 +181,8 @@ def check_the_divergence() -> None:
         "completion_mask": torch.tensor([[i < len(answer) for i in range(width)] for answer in answers]).long(),
     }  # fmt: skip
     trainer = SimpleNamespace(model=model, processing_class=tokenizer, num_generations=2, temperature=1.0,
-                              max_completion_length=width, eos_token_ids=[tokenizer.eos_token_id])  # fmt: skip
+                              max_completion_length=width, eos_token_ids=[tokenizer.eos_token_id],
+                              use_vllm=False)  # fmt: skip
     curves = sampled_curves(trainer, batch, Recorder(model), exact=True)
     assert total > 0
     assert curves["sampled/kl"] == pytest.approx(total / sum(map(len, answers)), rel=1e-4)
