@@ -671,14 +671,16 @@ def test_a_base_that_an_adapter_does_not_fit_is_named(other: str, format: str, l
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     own, base = tiny.folder_of("bepo"), tmp_path / "base"
-    if other == "fewer layers":
+    if other == "another family":
+        save_random("Llama", own, base, **SMALL)
+    elif other == "other names":
+        gpt2(own, base)
+    else:
         model = AutoModelForCausalLM.from_pretrained(own)
         del model.model.layers[2:]
         model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
         for part in (model, AutoTokenizer.from_pretrained(own)):
             part.save_pretrained(base)
-    else:
-        (save_random("Llama", own, base, **SMALL) if other == "another family" else gpt2(own, base))
     with pytest.raises(UsageError, match=rf"the adapter does not fit {base} \(.+\): name another --base"):
         exported(learned, format, tmp_path / "out", base=str(base), verify=True)
     assert not (tmp_path / "out").exists()

@@ -132,7 +132,7 @@ def load_base(base: str, say: Callable[[str], None]) -> Any:
 
 
 def adapt(model: Any, base: str, adapter: Path) -> PeftModel:
-    """The base model with its adapter, whose every tensor has to have its place there."""
+    """The base model with its adapter, whose every matrix has to have its place there."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -142,7 +142,8 @@ def adapt(model: Any, base: str, adapter: Path) -> PeftModel:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"the adapter does not fit {base} ({reason}): name another --base") from None
     with safe_open(adapter / WEIGHTS, "pt") as file:
-        if set(file.keys()) != set(get_peft_model_state_dict(adapted)):
+        placed = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        if any("lora_" in name for name in set(placed) ^ set(file.keys())):
             raise UsageError(f"the adapter does not fit {base} (other layers): name another --base")
     return adapted
 
