@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import copy
 import dataclasses
 import difflib
 import errno
+import functools
 import inspect
 import io
 import json
@@ -16,10 +18,10 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+from unittest import mock
 
 from toolkit import VLLM, UsageError, spelled
 from toolkit.base import bars
@@ -54,7 +56,7 @@ def grouped(kind: type[Any], default: Any) -> type[Any]:
         field: Any = dataclasses.field()
         if default is not None:
             own = base(**{field.name: getattr(default, field.name) for field in dataclasses.fields(base)})
-            field = dataclasses.field(default_factory=partial(copy.copy, own))
+            field = dataclasses.field(default_factory=functools.partial(copy.copy, own))
         fields.append((base.__name__.removesuffix("Options"), base, field))
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
@@ -164,6 +166,26 @@ def in_plain_words(said: str, kind: type[Any], argv: Sequence[str]) -> str:
     return re.sub(r"^Error parsing \w+: ", "", said)  # what a class refuses
 
 
+@functools.cache
+def classes_in(file: str) -> dict[str, str]:
+    """The source of each class at the top level of a file."""
+    text = Path(file).read_text(encoding="utf-8")
+    lines = text.split("\n")  # as Python counts them
+    kinds = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return {kind.name: "\n".join(lines[kind.lineno - 1 : kind.end_lineno]) for kind in kinds}
+
+
+def source_of(kind: type[Any]) -> str:
+    """A class's source, in which tyro reads the comments.  Raises OSError or TypeError if there is none.
+
+    Before Python 3.13, inspect.getsource parses the whole file for each class.
+    """
+    source = classes_in(inspect.getsourcefile(kind) or "").get(kind.__qualname__)
+    if source is None:
+        raise OSError(f"no source of {kind.__qualname__}")
+    return source
+
+
 def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:
     """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
     check_names(kind, argv, prog)
@@ -172,7 +194,7 @@ def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) 
     groups = len(kind.__bases__) > 1  # with fewer, all options stand under one heading
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), mock.patch.object(inspect, "getsource", source_of):
             parsed: Any = tyro.cli(
                 grouped(kind, default) if groups else kind,
                 args=list(argv),

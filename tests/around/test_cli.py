@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 
 import gpt_2048_rl as program
 from mini import __main__ as mini
+from mini.config import ChessConfig
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
 from tests.record_run import RECORDED
 from toolkit import cli, spelled
@@ -63,6 +65,20 @@ def help_of(*command: str) -> str:
 def test_help_lists_the_fields_with_their_defaults(command: tuple[str, ...]) -> None:
     assert "--timeout" in help_of(*command)
     assert "bepo" in help_of(*command)
+
+
+@pytest.mark.parametrize("kind", [program.TrainConfig, program.GRPOOptions, ChessConfig])
+def test_help_reads_the_source_that_inspect_finds(kind: type) -> None:
+    """`--help` took 1.5 s, most of it because inspect parsed the whole script for each of its classes."""
+    assert cli.source_of(kind).strip() == re.sub("^@.*\n", "", inspect.getsource(kind)).strip()
+
+
+@pytest.mark.parametrize(("kind", "error"), [(int, TypeError), (cli.grouped(program.PlayConfig, None), OSError)])
+def test_what_has_no_source_is_refused_as_by_inspect(kind: type, error: type[Exception]) -> None:
+    """tyro takes it for a class without comments."""
+    for find in (cli.source_of, inspect.getsource):
+        with pytest.raises(error):
+            find(kind)
 
 
 def test_help_of_train_shows_ten_options_first() -> None:

@@ -22,7 +22,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,12 @@ class ServerConfig(ModelConfig, Protocol):
 
     @property
     def vllm_server(self) -> str: ...
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """What a server's certificate is checked with.  Reading them takes as long as a request."""
+    return ssl.create_default_context()
 
 
 class Server:
@@ -96,7 +102,7 @@ class Server:
         data, read = None if body is None else json.dumps(body).encode(), bytearray()
         async with (
             asyncio.timeout(seconds),
-            httpx.AsyncClient(trust_env=False, timeout=None, verify=ssl.create_default_context()) as client,
+            httpx.AsyncClient(trust_env=False, timeout=None, verify=certificates()) as client,
             client.stream("POST" if data else "GET", self._url + path, content=data, headers=self._headers) as answer,
         ):
             async for part in answer.aiter_raw():
