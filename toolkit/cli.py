@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
-from unittest import mock
 
 from toolkit import VLLM, UsageError, spelled
 from toolkit.base import bars
@@ -189,6 +188,8 @@ def source_of(kind: type[Any]) -> str:
 def parse(kind: type[Any], argv: Sequence[str], prog: str, default: Any = None) -> Any:
     """The config of a command line.  Raises UsageError; SystemExit(0) after --help."""
     check_names(kind, argv, prog)
+    from unittest import mock
+
     import tyro
 
     groups = len(kind.__bases__) > 1  # with fewer, all options stand under one heading
