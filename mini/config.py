@@ -77,7 +77,7 @@ class ChessOptions(CommonOptions):
 class GrpoOptions:
     """The algorithm."""
 
-    steps: Annotated[int, (0, 1e7)] = 200  # GRPO steps
+    steps: Annotated[int, (0, 1e7)] = 120  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
     lr: Annotated[float | None, (0, 1)] = None  # default: 2e-4 for the small model, 1e-5 with --init
@@ -197,7 +197,6 @@ class TextOptions(CommonOptions):
     n_head: Annotated[int, (1, 100)] = 4
     n_embd: Annotated[int, (1, 1e5)] = 128  # width
     n_positions: Annotated[int, (2, 1e5)] = 128  # context length
-    start: Literal["copying", "gpt2"] = "copying"  # start values: attention copies what is near, or GPT-2's own
     attention: Literal["mha", "mla"] = "mha"  # multi-head attention, or multi-head latent attention
     latent: Annotated[int, (1, 1e5)] = 64  # width of mla's latents: numbers cached per token and layer
     horizon: Annotated[int, (1, 1e5)] = 64  # tokens per window and rollout
@@ -236,8 +235,6 @@ class TextConfig(TextOptions, RewardOptions):
         if self.horizon >= self.n_positions:
             raise UsageError(f"--n-positions {self.n_positions} has no room for windows of --horizon {self.horizon}")
         check_heads(self.n_embd, self.n_head)
-        if self.n_embd % 2 and self.start == "copying":
-            raise UsageError(f"--n-embd must be even, not {self.n_embd}, or add --start gpt2")
         if self.algo == "grpo" and self.k_samples == 1:
             raise UsageError("--k-samples 1 leaves GRPO nothing to compare")
 

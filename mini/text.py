@@ -380,40 +380,12 @@ def collapse(report: Report) -> str | None:
 # Commands
 
 
-@torch.no_grad()
-def start_near(model: GPT, denoise: bool) -> None:
-    """Start values with which attention copies what is near (mimetic: Trockman and Kolter, 2023).
-
-    Positions are sinusoids, so neighbours resemble each other.  In the first layer keys equal queries, so a token looks
-    at the tokens that resemble it.  In every layer values are orthogonal, and the projection is their transpose.  A
-    denoiser's first four heads begin by looking one and two tokens to the left and to the right.
-    """
-    C, D, P = model.config.n_embd, model.config.n_embd // model.config.n_head, model.config.n_positions
-    rates = torch.logspace(0, math.log10(0.002), C // 2)  # radians a token
-    if denoise:
-        rates = (torch.arange(C // 2) + 0.5) * 2 * math.pi / C
-    angles = torch.arange(P)[:, None] * rates  # (P, C / 2)
-    model.wpe.weight.copy_(0.04 * math.sqrt(2) * torch.stack((angles.sin(), angles.cos()), 2).flatten(1))
-    for layer in range(model.config.n_layer):
-        v = model.get_parameter(f"h.{layer}.attn.c_attn.weight")[2 * C :]  # (C, C)
-        v.copy_(nn.init.orthogonal_(torch.empty_like(v)))
-        model.get_parameter(f"h.{layer}.attn.c_proj.weight").copy_(v.t())
-    q, k, _ = model.get_parameter("h.0.attn.c_attn.weight").split(C)  # (C, C) each
-    k.copy_(q.mul_(8 if denoise else 5))
-    for head, left in enumerate((1, -1, 2, -2)[: model.config.n_head] if denoise else ()):
-        rows, (sin, cos) = slice(head * D, (head + 1) * D), ((rates * left).sin(), (rates * left).cos())
-        odd, even = k[rows, 1::2], k[rows, ::2]  # these turn a position's sinusoids back by `left` tokens
-        q[rows, ::2], q[rows, 1::2] = even * cos + odd * sin, odd * cos - even * sin
-
-
 def make_model(config: TextConfig, V: int) -> GPT:
     """A model with start values; denoise has one more id, the mask."""
     torch.manual_seed(config.seed)
     latent = config.latent if config.attention == "mla" else 0
     size = V + (config.algo == "denoise")
     model = GPT(GptConfig(config.n_layer, config.n_head, config.n_embd, config.n_positions, size, latent=latent))
-    if config.start == "copying" and config.attention == "mha":
-        start_near(model, config.algo == "denoise")
     say(f"{size} different tokens; a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
     return model.to(device_of(config.device))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mini.grpo import score
-from mini.model import GPT, Attention, Block, Cache, Diverged, GptConfig, Sampling, choose, generate, pad_rows
-from mini.text import start_near
+from mini.model import GPT, Cache, Diverged, GptConfig, Sampling, choose, generate, pad_rows
 from tests.mini.helpers import END, LATENT, SMALL, elsewhere, log_probs_of, small_model
 from toolkit import UsageError
 
@@ -39,19 +38,6 @@ def test_forgetting_prompts_leaves_the_others_alone(keep: list[bool]) -> None:
         caches[1].keep(kept)
         expected = model.decode(next_ids, caches[0])[kept]
         torch.testing.assert_close(model.decode(next_ids[kept], caches[1]), expected, atol=1e-6, rtol=0)
-
-
-def test_a_start_by_copying_looks_at_tokens_like_itself_and_hands_their_values_on() -> None:
-    """First layer: keys are queries.  Every layer: the projection undoes the values, to a factor."""
-    model = GPT(SMALL)
-    start_near(model, denoise=False)
-    x = torch.randn(5, SMALL.n_embd)
-    for layer, block in enumerate(model.h):
-        assert isinstance(block, Block)
-        assert isinstance(block.attn, Attention)
-        q, k, v = block.attn.c_attn(x).chunk(3, 1)
-        assert torch.equal(q, k) == (layer == 0)
-        torch.testing.assert_close(block.attn.c_proj(v), x, atol=1e-5, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

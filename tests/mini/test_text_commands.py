@@ -105,7 +105,7 @@ def test_free_rollouts_collapse_to_the_commonest_character(tmp_path: Path, capsy
     """Letters drawn at random, a third of them 'e': where nothing can be foretold, always saying it pays best."""
     draws = torch.randint(12, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "random.txt").write_text("".join("eeeeabcdfghi"[i] for i in draws))
-    words = ["--algo", "grpo", "--no-teacher-forcing", "--data", tmp_path / "random.txt", "--lr", "3e-2",
+    words = ["--algo", "grpo", "--no-teacher-forcing", "--data", tmp_path / "random.txt", "--lr", "1e-2",
              "--steps", "30", "--batch-size", "16", "--kl-coef", "0", "--k-samples", "8", "--no-control"]  # fmt: skip
     result: Report = run(tmp_path, capsys, *words)
     assert result["collapse"] is not None
