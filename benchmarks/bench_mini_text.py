@@ -2,7 +2,7 @@
 """Measures `mini text`: the cost of a step, and what each way of learning reaches.
 
     python benchmarks/bench_mini_text.py                        speed, about a minute
-    python benchmarks/bench_mini_text.py --parts runs --figure docs/mini_text.svg     all ways of learning, a table
+    python benchmarks/bench_mini_text.py --parts runs           all ways of learning, a table
 
 speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT (below)
 with the same shape, windows and optimizer; several times in turns.
@@ -49,7 +49,6 @@ RUNS = {  # rows of the README's table: options
     "PPO with gamma 1": "--algo ppo --gamma 1",
     "denoise": "--algo denoise",
 }
-COLOURS = ("#57606a", "#1a7f37", "#bc4c00", "#0969da", "#8250df", "#d4a72c")  # of the rows in order, without denoise
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     jobs: int = 1  # parallel runs, one thread each
     output_dir: Path = ROOT / "outputs" / "bench-mini-text"  # keeps the runs; a finished run is not repeated
-    figure: Path | None = None  # docs/mini_text.svg; needs ./setup.sh --with notebook
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,41 +184,6 @@ def run(args: Args, row: str, seed: int) -> dict[str, Any]:
     return dict(json.loads((folder / "result.json").read_text()))
 
 
-def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw each run as an arrow from before to after; dotted, likelihood from the same start in the same time."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "", "font.family": "sans-serif"}
-    _, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for (row, told), colour in zip(results.items(), COLOURS, strict=False):
-        if row == "denoise":  # it is not trained on next tokens
-            continue
-        for one in told:
-            ends = {"-": one["after"]} | ({":": one["baselines"]["supervised"]} if row.endswith("start") else {})
-            for dashes, end in ends.items():
-                arrow = {"arrowstyle": "->", "color": colour if dashes == "-" else COLOURS[0], "linestyle": dashes}
-                place, was = ((report["bits"], report["p_right"]) for report in (end, one["before"]))
-                axes.annotate("", place, was, arrowprops={**arrow, "shrinkA": 0, "shrinkB": 0})
-        axes.plot([], [], color=colour, label=row)
-    for name in ("commonest", "bigram"):
-        report = next(iter(results.values()))[0]["baselines"][name]
-        axes.plot(report["bits"], report["p_right"], "o", color="black")
-        axes.annotate(name, (report["bits"], report["p_right"]), (-6, -4), textcoords="offset points", ha="right")
-    axes.plot([], [], ":", color=COLOURS[0], label="likelihood from there, as long")
-    axes.set(
-        xscale="log",
-        xlim=(1.7, 14),
-        ylim=(0, 0.7),
-        ylabel="probability of the right character, held out",
-        xlabel="bits per character, held out: to the left is better",
-    )
-    axes.set_xticks(ticks := [2, 2.5, 3, 4, 5, 6, 8, 10, 12], [*map(str, ticks)], minor=False)
-    axes.minorticks_off()
-    axes.legend()
-    plt.savefig(path, metadata={"Date": None})
-
-
 def runs(args: Args) -> dict[str, Any]:
     """The README's table: mean and range of each figure over the seeds."""
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -248,8 +211,6 @@ def runs(args: Args) -> dict[str, Any]:
     for name, report in next(iter(results.values()))[0]["baselines"].items():
         if name != "supervised":
             print(f"| {name} | {still([report], names)} | | | | |")
-    if args.figure:
-        draw(results, args.figure)
     return results
 
 
