@@ -245,7 +245,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "supervised": {},
     "grpo": {**AFTER_LIKELIHOOD, "steps": 700, "lr": 1e-3},
     "ppo": {**AFTER_LIKELIHOOD, **PPO, "steps": 300, "lr": 5e-4},
-    "denoise": {"steps": 1500},
+    "denoise": {"warm_steps": 900, "steps": 1500},
 }
 
 
