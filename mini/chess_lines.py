@@ -669,7 +669,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     save_model(learner.model, task.tokens, run.folder / "model")
     reports = {**run.extra, "after": evaluate(learner.model, task, sampling)}
     if config.control:
-        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s")
+        say(tables(reports))
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control leaves it out)")
         control, rng = copy.deepcopy(model).requires_grad_(True), random.Random(f"control {config.seed}")
         supervised(
             control,
