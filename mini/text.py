@@ -381,7 +381,7 @@ def collapse(report: Report) -> str | None:
 
 
 def make_model(config: TextConfig, V: int) -> GPT:
-    """A model with start values; denoise has one more id, the mask."""
+    """A model with GPT-2's start values; denoise has one more id, the mask."""
     torch.manual_seed(config.seed)
     latent = config.latent if config.attention == "mla" else 0
     size = V + (config.algo == "denoise")
