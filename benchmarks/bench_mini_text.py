@@ -6,7 +6,7 @@
 
 speed: processor seconds per 1,000 tokens of text, each algorithm against a plain loop in the style of nanoGPT (below)
 with the same shape, windows and optimizer; several times in turns.
-runs: the table of mini/README.md in Markdown, over several seeds; each run is the command that the table names.
+runs: a table as in mini/README.md, over several seeds; each run is the command that the table names.
 Prints tables and one JSON line.
 """
 
@@ -40,7 +40,7 @@ from mini.runs import CharTokens  # noqa: E402
 from mini.text import STEPS, Counts, read_text  # noqa: E402
 
 SHAPE = ""  # options of every run
-RUNS = {  # rows of the README's table: options
+RUNS = {  # rows: options; four are in mini/README.md's table
     "supervised": "--algo supervised",
     "GRPO from a supervised start": "--algo grpo",
     "GRPO from scratch": "--algo grpo --warm-steps 0",
@@ -185,32 +185,32 @@ def run(args: Args, row: str, seed: int) -> dict[str, Any]:
 
 
 def runs(args: Args) -> dict[str, Any]:
-    """The README's table: mean and range of each figure over the seeds."""
+    """A table as in mini/README.md: of each figure the seeds' median (lowest to highest)."""
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = {row: [pool.submit(run, args, row, seed) for seed in args.seeds] for row in args.rows}
         results = {row: [job.result() for job in told] for row, told in jobs.items()}
 
+    def spread(values: list[float]) -> str:
+        return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
     def moved(told: list[dict[str, Any]], name: str) -> str:
-        if name not in told[0]["after"]:
-            return ""
         before, after = ([one[when][name] for one in told] for when in ("before", "after"))
-        return f"{statistics.fmean(before):.2f} → {statistics.fmean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
+        return f"{statistics.median(before):.2f} → {spread(after)}"
 
-    def still(reports: list[dict[str, float]], names: tuple[str, ...]) -> str:
-        return " | ".join(
-            f"{statistics.fmean(one[name] for one in reports):.3f}" if name in reports[0] else "" for name in names
-        )
-
-    names, likelihood = ("bits", "right", "p_right", "free_right"), ("bits", "right", "p_right")
-    print("| | " + " | ".join(names) + " | likelihood, as long: " + " | ".join(likelihood) + " | options |")
-    print("| --- " * (len(names) + len(likelihood) + 2) + "|")
+    names = ("bits", "right", "p_right")
+    columns = ("", *names, *(f"likelihood, as long: {name}" for name in names), "processor seconds", "options")
+    print(f"| {' | '.join(columns)} |")
+    print("| --- " * len(columns) + "|")
     for row, told in results.items():
-        control = still([one["baselines"].get("supervised", {}) for one in told], likelihood)
-        cells = " | ".join(moved(told, name) for name in names)
-        print(f"| {row} | {cells} | {control} | `{RUNS[row]}` |")
-    for name, report in next(iter(results.values()))[0]["baselines"].items():
-        if name != "supervised":
-            print(f"| {name} | {still([report], names)} | | | | |")
+        controls = [one["baselines"]["supervised"] for one in told if "supervised" in one["baselines"]]
+        cells = [moved(told, name) for name in names]
+        cells += [spread([control[name] for control in controls]) if controls else "" for name in names]
+        seconds = [one["train_seconds"] for one in told]
+        print(f"| {row} | {' | '.join(cells)} | {min(seconds):.0f} to {max(seconds):.0f} | `{RUNS[row]}` |")
+    for row in dict.fromkeys((args.rows[0], *({"denoise"} & results.keys()))):  # masked characters have their own
+        for name, report in results[row][0]["baselines"].items():
+            if name != "supervised":
+                print(f"| {name}, beside {row} | {' | '.join(f'{report[figure]:.3f}' for figure in names)} | | | | | |")
     return results
 
 

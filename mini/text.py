@@ -2,8 +2,9 @@
 
     python -m mini text --algo supervised|grpo|ppo|denoise
 
-With the same --horizon all algorithms train on the same windows and are evaluated on the same held-out ones.  All start
-from the same weights, except denoise, whose vocabulary also has a mask.  Numbers in brackets refer to README.md.
+With the same --horizon all algorithms train on the same windows and are evaluated on the same held-out ones.  All have
+the same start values, except denoise, whose vocabulary also has a mask; --warm-steps teach these by likelihood.
+Numbers in brackets refer to README.md.
 
     B windows    K rollouts of each    R contexts: B, or B * K without teacher forcing   T tokens    C width
     A tokens chosen at each position of a context: K, or 1 without teacher forcing    V vocabulary

@@ -60,15 +60,16 @@ def test_a_run_is_not_made_again_unless_its_words_change(
     assert len(started) == 2
 
 
-def test_the_table_has_means_and_ranges_of_the_seeds(
+def test_the_table_has_medians_and_ranges_of_the_seeds(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(bits: float) -> dict[str, float]:
         return {"bits": bits, "right": 0.5, "p_right": 0.25}
 
-    def run(args: object, row: str, seed: int) -> dict[str, dict[str, object]]:
-        baselines = {"commonest": told(5), "bigram": told(4), "supervised": told(3.5)}
-        return {"before": {**told(6)}, "after": {**told(2 + seed)}, "baselines": {**baselines}}
+    def run(args: object, row: str, seed: int) -> dict[str, object]:
+        baselines = {"commonest": told(5), "bigram": told(4), "supervised": told(3 + seed)}
+        after = told(2 + seed * seed)
+        return {"before": told(6), "after": after, "baselines": baselines, "train_seconds": 100 + seed}
 
     monkeypatch.setattr(bench, "run", run)
     bench.runs(bench.Args())
@@ -76,5 +77,6 @@ def test_the_table_has_means_and_ranges_of_the_seeds(
     columns = {line.count("|") for line in lines}
     assert len(columns) == 1
     row = next(line for line in lines if line.startswith("| GRPO from scratch |"))
-    assert row.startswith("| GRPO from scratch | 6.00 → 4.000 (3.000 to 5.000) | 0.50 → 0.500 (0.500 to 0.500) |")
-    assert "| 3.500 | 0.500 | 0.250 | `--algo grpo" in row
+    assert row.startswith("| GRPO from scratch | 6.00 → 6.000 (3.000 to 11.000) | 0.50 → 0.500 (0.500 to 0.500) |")
+    assert "| 5.000 (4.000 to 6.000) | 0.500 (0.500 to 0.500) | 0.250 (0.250 to 0.250) | 101 to 103 | `--algo" in row
+    assert [line.count("bigram, beside") for line in lines[-4:]] == [0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""The model: padding, the cache, start values; sampling in batches against sampling one by one, without a cache."""
+"""The model: padding and the cache; sampling in batches against sampling one by one, without a cache."""
 
 from __future__ import annotations
 
