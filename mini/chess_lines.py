@@ -670,7 +670,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     reports = {**run.extra, "after": evaluate(learner.model, task, sampling)}
     if config.control:
         say(tables(reports))
-        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control leaves it out)")
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control: without controls)")
         control, rng = copy.deepcopy(model).requires_grad_(True), random.Random(f"control {config.seed}")
         supervised(
             control,

@@ -425,7 +425,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     flat = run.follow(learner, learn(learner, corpus, config), line)
     after = evaluate(learner.model, corpus, config) | generation_report(learner.model, corpus, config)
     if config.control and config.algo in ("grpo", "ppo"):
-        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control leaves it out)")
+        say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control: without)")
         control = likelihood_from(start, corpus, config, math.inf, learner.seconds, config.seed)
         baselines["supervised"] = evaluate(control, corpus, config)
     say(table("", ("bits", "right", "p_right", "free_right"), {"before": before, "after": after, **baselines}))
