@@ -1003,7 +1003,7 @@ def function_works(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 def no_cheating(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """TRL reward: does it leave the interpreter and forbidden modules alone?"""
     verdicts = judge(completions, **kwargs)
-    return [NOTHING_TO_CHECK if v.works == "none" else CHEATING if v.cheating else CLEAN for v in verdicts]
+    return [CHEATING if v.cheating else NOTHING_TO_CHECK if v.works == "none" else CLEAN for v in verdicts]
 
 
 def game_reward(result: GameResult, target: int, flat: bool = False) -> float:

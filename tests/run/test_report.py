@@ -595,6 +595,18 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
     assert {(pair.stage, pair.boards) for pair in pairs} == {("4x4", 3), ("3x3", 1)}
 
 
+def test_games_that_went_on_after_the_target_are_compared_with_others_up_to_it(folder: Path, other: Path) -> None:
+    """A run's first stage is played to the end, so a program had larger tiles than itself in a run that began with
+    another."""
+    for run, tiles in ((folder, [256, 256, 128, 16]), (other, [128, 128, 128, 16])):
+        change(run / "result.json", lambda result, tiles=tiles: result["scores"]["4x4"]["after"].update(tiles=tiles))
+    change(other / "result.json", lambda result: result.update(scores=dict(reversed(result["scores"].items()))))
+    pair, *_ = evaluation.pairs_between(
+        {name: run.held_out for name, run in reading.read_runs([folder, other]).items()}
+    )
+    assert (pair.stage, pair.higher_first, pair.higher_second) == ("4x4", 0, 0)
+
+
 def test_runs_of_one_name_are_told_apart(folder: Path, other: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moved = other.rename(tmp_path / "elsewhere" / "copy")

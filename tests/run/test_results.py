@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tests.conftest import Run
 from tests.helpers import HELD_OUT
 from tests.preloaded import call, run
 from toolkit import OutOfMemory, ServerFailed, UsageError
-from toolkit.games import duration, programs
+from toolkit.games import duration, evaluation, programs
 from toolkit.run import results
 
 
@@ -35,6 +37,26 @@ def test_a_run_that_breaks_off_says_how_it_goes_on_if_it_can(
         raise error
     command = f"to resume: python gpt_2048_rl.py --output-dir {tmp_path} --run-name run"
     assert said[1:] == ([] if options is None else [command + options])
+
+
+def test_the_untrained_model_plays_the_boards_that_the_others_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that went on with another key, or in a copied folder, set its scores of old boards beside those of new."""
+    there, played = SimpleNamespace(size=4, held_out_seeds=[1, 3]), list[int]()
+    games = SimpleNamespace(evaluators={"4x4": there}, boards=2)
+    model = SimpleNamespace(disable_adapter=contextlib.nullcontext)
+
+    def evaluate(*_: Any) -> dict[str, evaluation.Score]:
+        played.append(there.held_out_seeds[0])
+        return {"4x4": evaluation.score([16, there.held_out_seeds[0]], 128)}
+
+    monkeypatch.setattr(results, "evaluate_model", evaluate)
+    for seeds in ([1, 3], [1, 3], [5, 7]):
+        there.held_out_seeds = seeds
+        scores = results.score_untrained(tmp_path, games, model, None, print)
+        assert scores["4x4"].tiles == (16, seeds[0])
+    assert played == [1, 5]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

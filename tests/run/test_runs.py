@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
 import itertools
 import json
 import math
@@ -274,6 +276,15 @@ def trainer_in(run: Path) -> Any:
     return Trainer
 
 
+def test_a_damaged_checkpoint_takes_no_place_from_whole_ones(tmp_path: Path) -> None:
+    """The one of step 60 was removed by the call that wrote it, because a damaged one of step 100 was the newest."""
+    for step in (40, 100):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-100" / "weights").write_text("")
+    checkpoint(tmp_path, 60, keep=1)
+    assert steps_in(tmp_path) == [60]
+
+
 def test_a_run_without_a_checkpoint_forgets_its_steps(tmp_path: Path) -> None:
     """Steps 1 to 3 of a run that was killed before its first checkpoint stood before steps 1 to 5 of the next start."""
     kept = ["before.json", "config.json"]
@@ -362,6 +373,48 @@ def test_a_run_that_has_begun_keeps_its_config(tmp_path: Path) -> None:
     assert runs.stored_config(run, Config) == Config(tmp_path, run_name="run", learning_rate=0.5)
 
 
+def test_of_two_that_start_at_once_only_one_writes_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both wrote it and only then asked for the lock: one trained, and its folder had the other's options."""
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process trains in"):
+            begun(tmp_path)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+    def ends_meanwhile(run: Path) -> None:
+        (run / "config.json").write_text("{}")
+
+    monkeypatch.setattr(runs, "lock", ends_meanwhile)
+    with pytest.raises(UsageError, match="another process has just begun"):
+        begun(tmp_path)
+
+
+@dataclass
+class Longer(Config):
+    """With steps."""
+
+    steps: int = 2
+
+
+def test_a_run_that_its_time_ended_goes_on_to_its_own_steps(tmp_path: Path) -> None:
+    """It was told to take more steps than its schedule has, which would have changed the learning rates."""
+    run = begun(tmp_path)
+    (run / "config.json").write_text('{"steps": 2}')
+    checkpoint(run, 1)
+    shutil.copy(RECORDED / "rollouts.jsonl", run)
+    for result, goes_on in (
+        ({"steps": 2, "collapsed": False}, False),
+        ({"steps": 1, "collapsed": True}, False),
+        ({"steps": 1, "collapsed": False, "ended": "its time was up (--minutes)"}, True),
+    ):
+        (run / "result.json").write_text(json.dumps(result))
+        with contextlib.nullcontext() if goes_on else pytest.raises(UsageError, match="is finished"):
+            runs.open_run(Longer(tmp_path, run_name="run"))
+    assert (run / "result-1.json").exists()
+    assert not (run / "result.json").exists()
+
+
 @pytest.mark.parametrize(("file", "said"), [("result.json", "is finished: train on"), ("thesis.txt", "no run of this")])
 def test_other_folders_are_left_alone(file: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
@@ -374,11 +427,6 @@ def test_other_folders_are_left_alone(file: str, said: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_finished_run_whose_checkpoints_are_damaged_says_so(damaged: bool, tmp_path: Path) -> None:
     """It was told that it has none."""
-
-    @dataclass
-    class Longer(Config):
-        steps: int = 2
-
     run = begun(tmp_path)
     (run / "config.json").write_text('{"steps": 1}')
     (run / "result.json").write_text('{"steps": 1}')

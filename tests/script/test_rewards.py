@@ -95,6 +95,7 @@ COMPLETIONS = {  # completion -> function_works, no_cheating, and strategy_succe
     "fails to load": (fenced("x = 1 / 0\ndef strategy(board):\n    return 'a'"), -0.5, 1.0, -3.0),
     "never loads": (fenced("while True:\n    pass\ndef strategy(board):\n    return 'a'"), -0.5, 1.0, -1.0),
     "cheats": (fenced("import os\ndef strategy(board):\n    return 'a'"), -0.5, -20.0, 0.0),
+    "cheats, but does not compile": (fenced("import os\ndef strategy(board):\n    break"), -2.0, -20.0, 0.0),
     "cheats, but loads": (fenced("def strategy(board):\n    return eval('\"a\"')"), 1.0, -20.0, 0.0),
     "raises": (fenced("def strategy(board):\n    return best(board)"), 1.0, 1.0, -3.0),
     "wrong key": (fenced("def strategy(board):\n    return 'left'"), 1.0, 1.0, -3.0),

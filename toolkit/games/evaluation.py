@@ -214,7 +214,11 @@ def pairs_within(held_out: Mapping[str, HeldOut]) -> list[Pair]:
 
 
 def pairs_between(results: Mapping[str, Mapping[str, HeldOut]]) -> list[Pair]:
-    """Every two runs' trained models, and their best programs.  Raises UsageError if they have nothing in common."""
+    """Every two runs' trained models, and their best programs.  Raises UsageError if they have nothing in common.
+
+    A run plays its first stage to the end, and others to their target.  Where one run did the first and another the
+    second with the same boards, tiles above the target do not count.
+    """
     pairs = []
     for name, held_out in results.items():
         if not held_out:
@@ -228,16 +232,12 @@ def pairs_between(results: Mapping[str, Mapping[str, HeldOut]]) -> list[Pair]:
         if not common:
             raise UsageError(f"{first} and {second} have no board in common: name runs of one --held-out and machine")
         for stage, player in product(common, (AFTER, BEST)):
-            ours, theirs = a[stage], b[stage]
-            if player in ours.scores and player in theirs.scores:
-                pairs.append(
-                    compare_players(
-                        stage,
-                        ours.target,
-                        f"{first}, {player}",
-                        ours.by_board(player),
-                        f"{second}, {player}",
-                        theirs.by_board(player),
-                    )
-                )
+            target = a[stage].target
+            capped = (stage == next(iter(a))) != (stage == next(iter(b)))
+            x, y = (
+                {board: min(tile, target) if capped else tile for board, tile in run[stage].by_board(player).items()}
+                for run in (a, b)
+            )
+            if x and y:
+                pairs.append(compare_players(stage, target, f"{first}, {player}", x, f"{second}, {player}", y))
     return pairs

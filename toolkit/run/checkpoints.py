@@ -83,7 +83,8 @@ def keep_start(adapter: Path, run: Path) -> dict[str, Any]:
 def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
     """Move a checkpoint into the run's folder once all of it is on the disk, then remove the oldest ones.
 
-    `best` makes the link `best` point to it.  The checkpoint behind that link is never removed.
+    `best` makes the link `best` point to it.  The checkpoint behind that link is never removed.  One of a later step is
+    a damaged one, before which the run went on: it is removed, and does not count among those to keep.
     """
     keep_config(run, written)
     write_whole(written / DIGESTS, json.dumps(digests(written), indent=2) + "\n")
@@ -97,7 +98,9 @@ def finish_checkpoint(written: Path, run: Path, keep: int, best: bool) -> None:
     if best:
         point(run / "best", written.name)
     flush(run)
-    for old in checkpoints(run)[keep:]:
+    newest_first = checkpoints(run)
+    here = newest_first.index(place)
+    for old in newest_first[:here] + newest_first[here + keep :]:
         if old.resolve() != (run / "best").resolve():
             shutil.rmtree(old, ignore_errors=True)
 

@@ -38,6 +38,11 @@ COOL = 0.4  # temperature of the answers that the trained model is surest of
 BEST_OF_N = "best_of_n"  # in result.json, and the name of the files that hold the programs
 
 
+def board_names(evaluator: Evaluator) -> list[str]:
+    """The names of a stage's held-out boards."""
+    return [evaluation.board_name(evaluator.size, seed) for seed in evaluator.held_out_seeds]
+
+
 def stage_result(
     evaluator: Evaluator, scores: Mapping[str, evaluation.Score | None], others: Mapping[str, evaluation.Score]
 ) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def stage_result(
         "target": evaluator.target,
         **{player: found and asdict(found) for player, found in scores.items()},
         "controls": {name: asdict(found) for name, found in others.items()},
-        "boards": [evaluation.board_name(evaluator.size, seed) for seed in evaluator.held_out_seeds],
+        "boards": board_names(evaluator),
     }
 
 
@@ -84,15 +89,17 @@ def score_untrained(
     run: Path, games: BackgroundGames, model: Any, tokenizer: Any, say: Callable[[Any], None]
 ) -> dict[str, evaluation.Score]:
     """The scores by stage of the model that the run began with.  They are measured once in a run, after training,
-    because the first step should not wait for them."""
-    file = run / "before.json"
-    if found := by_first_rank(partial(files.read_json, file)):
+    because the first step should not wait for them, and once more where the boards have changed."""
+    file, boards = run / "before.json", {stage: board_names(here) for stage, here in games.evaluators.items()}
+    found = by_first_rank(partial(files.read_json, file))
+    if {stage: row.get("boards") for stage, row in found.items()} == boards:
         return {stage: evaluation.read_score(row) for stage, row in found.items()}
     say(f"playing {games.boards} held-out boards with the untrained model")
     with model.disable_adapter():
         scores = evaluate_model(games.evaluators, model, tokenizer)
     if RANK == 0:
-        files.write_whole(file, json.dumps({stage: asdict(score) for stage, score in scores.items()}) + "\n")
+        rows = {stage: {"boards": boards[stage], **asdict(score)} for stage, score in scores.items()}
+        files.write_whole(file, json.dumps(rows) + "\n")
     return scores
 
 

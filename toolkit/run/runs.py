@@ -97,29 +97,35 @@ def make_latest(run: Path) -> None:
 def open_run(config: RunConfig) -> Path:
     """The run's folder: a new one with its config.json, or an existing one to resume.
 
-    A finished run goes on if the config has more steps.  Its result.json is then renamed to result-STEPS.json.  Raises
-    UsageError if the run is finished, another process trains in it, or the folder cannot be written.
+    A finished run goes on if the config has more steps, and so does one that --minutes ended before its last step.  Its
+    result.json is then renamed to result-STEPS.json.  Raises UsageError if the run is finished, another process trains
+    in it, or the folder cannot be written.
     """
     name = config.run_name or f"{Path(base_of(config.model)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = config.output_dir / name
     try:
         run.mkdir(parents=True, exist_ok=True)
         stored, steps = read_json(run / "config.json"), getattr(config, "steps", 0)
-        longer = steps > stored.get("steps", math.inf)
+        result = read_json(run / "result.json") if stored else {}
+        with naming(run / "result.json"):
+            early = not result.get("collapsed") and steps > int(result.get("steps", steps))
+        longer = early or steps > stored.get("steps", math.inf)
         if (run / "result.json").exists() and not longer:
             raise UsageError(f"{run} is finished: train on with more --steps, or choose another --run-name")
-        if not (run / "config.json").exists():
-            if any(path.name not in ("origin.json", START) and path.name[0] != "." for path in run.iterdir()):
-                raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
+        new = not (run / "config.json").exists()
+        if new and any(path.name not in ("origin.json", START) and path.name[0] != "." for path in run.iterdir()):
+            raise UsageError(f"{run} exists already, and is no run of this program: choose another --run-name")
+        lock(run)  # before its config is written, which would be that of the last to start
+        if new and (run / "config.json").exists():
+            raise UsageError(f"another process has just begun {run}: choose another --run-name")
+        if new:
             began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             origin = {"started": began, "versions": library_versions(), "git": git_state(), "tiny": tiny.VERSION}
             if adapter_base(config.model):
                 origin["start"] = keep_start(Path(config.model), run)
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
             write_whole(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
-        lock(run)
         check_links(run)
-        result = read_json(run / "result.json")
         if newest := newest_checkpoint(run, lambda _: None):  # a damaged run is left as it is
             first_lines(run / "rollouts.jsonl", step_of(newest))
         elif result:

@@ -347,7 +347,7 @@ class Progress(Observer):
         self._levels: list[tuple[str, float]] = []  # stage and level of every step
         self._best: tuple[str, float, int] | None = None  # the program with the largest tiles at the last stage
         self._sampled: dict[str, float] = {}
-        self._limit = duration.TimeLimit(games)
+        self._limit, self._late = duration.TimeLimit(games), False
         self._spent, self._began, self._step_began = 0.0, 0.0, 0.0
         self._started = started or time.monotonic()
 
@@ -359,7 +359,8 @@ class Progress(Observer):
     @property
     def ended(self) -> str:
         """Why the run was ended before its last step; "" if it was not."""
-        return self._watcher.ended
+        late = self._late and self.steps < self._config.steps
+        return self._watcher.ended or ("its time was up (--minutes)" if late else "")
 
     @property
     def interrupted(self) -> int:
@@ -414,7 +415,7 @@ class Progress(Observer):
             "stage": self._summary.stage,
             "distinct": round(distinct, 4),
             "zero_spread": round(flat, 4),
-            "collapsed": bool(self.ended),
+            "collapsed": bool(self._watcher.ended),
             "ended": self.ended,
         }
 
@@ -487,7 +488,7 @@ class Progress(Observer):
         trouble, done = self._watcher.trouble, self._rollouts.last["completions"]
         known = self.steps * len(done), done, self._trainer.seconds
         waited = self._loading + time.monotonic() - self._began
-        is_late = by_first_rank(partial(self._limit.is_up, waited, took, *known))
+        self._late = by_first_rank(partial(self._limit.is_up, waited, took, *known))
         evaluations = self._limit.evaluations(*known)
         self._view.step(self.steps, step, tokens, took, evaluations, warning, trouble, self._best)
         if self._writer:
@@ -497,7 +498,7 @@ class Progress(Observer):
             if saves and self._best:
                 source = self._best[0]
                 write_best(self._writer, self.steps, source, finished_game(self.evaluator, source))
-        if is_late:
+        if self._late:
             about = timedelta(seconds=round(evaluations))
             self._view.say(f"evaluating now, for about {about} (--minutes): fewer --games leave more time for training")
-        return bool(self._watcher.ended) or is_late
+        return bool(self._watcher.ended) or self._late
