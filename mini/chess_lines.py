@@ -344,8 +344,8 @@ def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float]
     if given is None:
         return {}
     if strict:
-        try:
-            if read_board(given[1]).turn != chess.Board(right[1]).turn:
+        try:  # python-chess would fill in fields that are left out
+            if len(given[1].split(" ")) != 6 or read_board(given[1]).turn != chess.Board(right[1]).turn:
                 return {}
         except ValueError:
             return {}

@@ -34,7 +34,7 @@ class CommonOptions:
 class RunOptions:
     """A run's folder, its end, and what is printed."""
 
-    log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-COMMAND-TIME
+    log_dir: Path | None = None  # folder of curves, checkpoints and models; default: outputs/mini-COMMAND-TIME-PROCESS
     resume: bool = False  # continue from the checkpoint in --log-dir
     save_steps: Annotated[int, (1, 1e7)] = 50  # steps between checkpoints; one comes after the first step
     track: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where the curves go
@@ -42,7 +42,7 @@ class RunOptions:
 
     def check(self) -> None:
         """Raise UsageError where the run's folder or its tracker is missing."""
-        if self.track == "wandb" and not importlib.util.find_spec("wandb"):
+        if self.track == "wandb" and not getattr(importlib.util.find_spec("wandb"), "origin", None):
             raise UsageError("--track wandb: wandb is not installed (./setup.sh --with cloud)")
         if self.resume and self.log_dir is None:
             raise UsageError("--resume needs the --log-dir of the run that is to go on")
@@ -53,7 +53,7 @@ class RewardOptions(RunOptions):
     """A run that learns from rewards."""
 
     control: bool = True  # afterwards, train the start in the ways that RL has to beat
-    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any unequal rewards
+    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without unequal rewards (GRPO)
 
 
 @dataclass(kw_only=True)
@@ -64,10 +64,10 @@ class ChessOptions(CommonOptions):
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
     p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
-    temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (eval and sample only)
+    temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (not to train with GRPO)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
-    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 96 chess tokens or 144 byte pairs
+    max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 98 chess tokens or 144 byte pairs
     held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
@@ -156,7 +156,7 @@ class EvalConfig(ChessOptions):
 class SampleConfig(ChessOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
-    prompt: str | None = None  # begins with P: or A:, or for a text run with anything; default: 1. e4, or a line break
+    prompt: str | None = None  # P: or A: and a position, or a text to go on with; default: 1. e4, or one character
     k_samples: Annotated[int, (1, 4096)] = 4  # number of completions
 
 

@@ -3,7 +3,7 @@
     modal run -m mini.modal_app --algo grpo --steps 2000
     modal volume put mini-outputs input.txt
     modal run --detach -m mini.modal_app --algo ppo --data /outputs/input.txt
-    modal volume get mini-outputs mini-text-TIME        download a run's folder
+    modal volume get mini-outputs RUN                   download a run's folder
 
 Modal's own client holds the account.  With --track wandb, wandb's key comes from a Modal secret named wandb that holds
 WANDB_API_KEY (modal secret create wandb ...).  Nothing else is secret, and no key passes through these files.

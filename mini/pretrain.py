@@ -189,7 +189,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def take_out(lines: Lines, count: int, tokens: Tokens) -> dict[Kind, list[Example]]:
-    """Held-out documents, evenly spread over the lines of each task."""
+    """Held-out documents of each task, evenly spread over the first half of its lines."""
     held_out: dict[Kind, list[Example]] = {"P": [], "A": []}
     for kind in KINDS:
         for line in lines[kind][:: max(1, len(lines[kind]) // (2 * count))]:
@@ -201,9 +201,13 @@ def take_out(lines: Lines, count: int, tokens: Tokens) -> dict[Kind, list[Exampl
 def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: PretrainConfig, step: int) -> list[Example]:
     """A step's documents: they depend on --seed and the step alone, so a resumed run draws the same."""
     rng, items = random.Random(f"pretrain {config.seed} {step}"), list[Example]()
-    p_count = int(config.batch_size * config.p_share + rng.random())
+    p_count, misses = int(config.batch_size * config.p_share + rng.random()), 0
     while len(items) < config.batch_size:
         kind: Kind = "P" if len(items) < p_count else "A"
+        misses += 1
+        if misses > 10_000:
+            raise UsageError(f"{config.data} has no {kind} line to train on: it needs more usable ones than --held-out "
+                             f"{config.held_out}")  # fmt: skip
         try:
             example = read_example(rng.choice(lines[kind]), tokens)
         except ValueError:  # another one is drawn
@@ -212,6 +216,7 @@ def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: Pretrain
             example = best_first(mirrored(example) if rng.random() < 0.5 else example)
         if example.prompt not in held_out:
             items.append(example)
+            misses = 0
     return items
 
 

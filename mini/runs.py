@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -83,7 +84,8 @@ class Run:
     def __init__(self, config: ChessConfig | PretrainConfig | TextConfig) -> None:
         kind = type(config).__name__.removesuffix("Config").lower()
         self.config, self.began = config, time.perf_counter()
-        self.folder = config.log_dir or Path("outputs") / f"mini-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"mini-{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # of two runs begun in one second, too
+        self.folder = config.log_dir or Path("outputs") / name
         self.saved = self.folder / "checkpoint.pt"
         device_of(config.device)  # an error before anything is written
         self.extra: dict[str, Any] = {}  # goes with each checkpoint

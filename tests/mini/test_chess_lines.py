@@ -433,10 +433,11 @@ def test_levenshtein_equals_its_recursive_definition() -> None:
     ("x+0.001+0+0", None), ("8/8/8/8/8/8/8/8 b - - 0 1+0.001+0+0", None),
     ("4K3/8/8/8/8/8/8/4K3 b - - 0 1+0.001+0+0", None), ("4k3/8/8/8/8/8/8/8 b - - 0 1+0.001+0+0", None),
     (f"{BEFORE}+0.001+0+0", 0.8), (f"{FEN.replace(' b ', ' w ')}+0.001+0+0", 0.8), (f"{FEN} b+0.001+0+0", 0.8),
-    (f"{FEN.replace('8/2k2b2', '9/2k2b2')}+0.001+0+0", 0.8),
+    (f"{FEN.replace('8/2k2b2', '9/2k2b2')}+0.001+0+0", 0.8), (f"{' '.join(FEN.split()[:2])}+0.001+0+0", None),
+    (f"{FEN.replace(' - ', '  - ', 1)}+0.001+0+0", None),
 ])  # fmt: skip
 def test_no_position_no_reward(answer: str, published: float | None) -> None:
-    """One king each and the right side to move; the published grammar takes anything for a position."""
+    """Six fields, one king each and the right side to move; the published grammar takes anything for a position."""
     strict, loose = judge("A", answer, A, BEFORE), judge("A", answer, A)
     assert not strict.valid
     assert (strict.raw, shaped(strict, "capped")) == (0, -0.3)

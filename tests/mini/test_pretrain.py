@@ -110,6 +110,13 @@ def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> Non
         read_lines(tmp_path / "none")
     with pytest.raises(UsageError, match="needs P and A lines"):
         read_lines(data / "a.txt")
+    short = tmp_path / "short"
+    short.mkdir()
+    for name in ("a.txt", "p.txt"):  # it drew for ever
+        (short / name).write_text("".join((data / name).open().readlines()[:5]))
+    done = run_mini("pretrain", "--data", short, "--held-out", 5, "--steps", 1, "--log-dir", tmp_path / "run")
+    assert (done.returncode, done.stderr.count("error:")) == (2, 1)
+    assert "no P line to train on: it needs more usable ones than --held-out 5" in done.stderr
 
 
 def test_the_shipped_weights_are_the_recorded_ones_and_know_chess() -> None:

@@ -20,7 +20,7 @@ import torch
 
 import mini.text
 from mini.chess_lines import LineTokens, load_tokens
-from mini.config import TextConfig
+from mini.config import RunOptions, TextConfig
 from mini.grpo import Learner
 from mini.model import Diverged
 from mini.runs import Run, curves, load_model, read_state, save_model, write
@@ -311,6 +311,15 @@ def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
     assert [event.value for event in events.Scalars("kl")] == [0.25, 0.5]
+
+
+def test_a_folder_that_wandb_leaves_is_no_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes it for a package, so the run began, and ended in a traceback."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UsageError, match="wandb is not installed"):
+        RunOptions(track="wandb").check()
 
 
 def test_none_writes_nothing(tmp_path: Path) -> None:

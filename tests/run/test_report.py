@@ -598,8 +598,8 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
 def test_games_that_went_on_after_the_target_are_compared_with_others_up_to_it(folder: Path, other: Path) -> None:
     """A run's first stage is played to the end, so a program had larger tiles than itself in a run that began with
     another."""
-    for run, tiles in ((folder, [256, 256, 128, 16]), (other, [128, 128, 128, 16])):
-        change(run / "result.json", lambda result, tiles=tiles: result["scores"]["4x4"]["after"].update(tiles=tiles))
+    change(folder / "result.json", lambda result: result["scores"]["4x4"]["after"].update(tiles=[256, 256, 128, 16]))
+    change(other / "result.json", lambda result: result["scores"]["4x4"]["after"].update(tiles=[128, 128, 128, 16]))
     change(other / "result.json", lambda result: result.update(scores=dict(reversed(result["scores"].items()))))
     pair, *_ = evaluation.pairs_between(
         {name: run.held_out for name, run in reading.read_runs([folder, other]).items()}

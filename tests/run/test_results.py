@@ -44,7 +44,7 @@ def test_the_untrained_model_plays_the_boards_that_the_others_play(
 ) -> None:
     """A run that went on with another key, or in a copied folder, set its scores of old boards beside those of new."""
     there, played = SimpleNamespace(size=4, held_out_seeds=[1, 3]), list[int]()
-    games = SimpleNamespace(evaluators={"4x4": there}, boards=2)
+    games: Any = SimpleNamespace(evaluators={"4x4": there}, boards=2)
     model = SimpleNamespace(disable_adapter=contextlib.nullcontext)
 
     def evaluate(*_: Any) -> dict[str, evaluation.Score]:
