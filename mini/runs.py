@@ -117,9 +117,11 @@ class Run:
         """The checkpoint to resume.  Raises UsageError if the run had other options."""
         with naming(self.saved):
             state = read_state(self.saved)
-            had, self.extra = dict(state["config"]), dict(state["extra"])
+            had, self.extra, done = dict(state["config"]), dict(state["extra"]), int(state["step"])
         if (command := had.get("command")) != (ours := self.settings["command"]):
             raise UsageError(f"{self.folder} has a run of {command} in it, not of {ours}")
+        if done > self.settings["steps"]:
+            raise UsageError(f"the run in {self.folder} has {done} steps: --steps must not be fewer")
         for name in sorted(self.settings.keys() - MAY_DIFFER):
             if self.settings[name] != had.get(name):
                 raise UsageError(f"the run in {self.folder} had {spelled(name)} {had.get(name)}, "

@@ -245,6 +245,9 @@ def check_sampler(config: Any) -> None:
 ITS_PLACE = ("output_dir", "run_name", "resume", "json")  # what a run's options say of the run itself
 
 
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML spells it
+
+
 def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     """The options of a YAML or JSON file as words of a command line.  A run's config.json gives all but its place.
 
@@ -267,8 +270,10 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         name = str(key).replace("-", "_")
         if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
             raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
-        if value in ("true", "false"):
-            words.append(spelled(name if value == "true" else f"no_{name}"))
+        if isinstance(getattr(kind, name, None), bool):
+            if str(value).lower() not in SWITCH:
+                raise UsageError(f"--config {path}: {key} is true or false, not {value!r}")
+            words.append(spelled(name if SWITCH[str(value).lower()] else f"no_{name}"))
         elif value not in ("", "null"):
             words += [spelled(name), *(map(str, value) if isinstance(value, list) else [str(value)])]
     return words

@@ -208,6 +208,13 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     assert config.generations == program.train_defaults("tiny").generations  # the file's model decides the others
 
 
+@pytest.mark.parametrize("value", ["false", "False", "no", "OFF"])
+def test_a_switch_is_spelled_as_in_yaml(value: str, tmp_path: Path) -> None:
+    """Only `false` was known, and the error for `False` said to leave it out: the option then stayed on."""
+    (tmp_path / "mine.yaml").write_text(f"model: tiny\ncurriculum: {value}")
+    assert not program.parse_arguments(["--config", str(tmp_path / "mine.yaml")]).curriculum
+
+
 def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
     """All but its place, and but those that have left the program."""
     run = shutil.copytree(RECORDED, tmp_path / "run")
@@ -225,6 +232,9 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
         ("steps: many", "mine.yaml: --steps takes a whole number, like 120, not 'many'"),
+        ("curriculum: maybe", "mine.yaml: curriculum is true or false, not 'maybe'"),
+        ("curriculum:", "mine.yaml: curriculum is true or false, not ''"),  # it was on for whoever meant off
+        ("steps: true", "mine.yaml: --steps takes a whole number, like 120, not 'true'"),
         ("- steps", "holds no options: write one a line, like steps: 100"),
         ("", "holds no options"),
         ("steps: [", "is neither YAML nor JSON"),

@@ -282,6 +282,13 @@ def test_a_damaged_start_is_one_line(content: bytes | None, trained: tuple[objec
     assert str(path) in done.stderr
 
 
+def test_a_run_does_not_go_back_to_fewer_steps(trained: tuple[object, ...]) -> None:
+    """The report was of the steps that it had, as if they were those asked for."""
+    done = run_mini(*trained, "--steps", 0, "--resume")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "steps: --steps must not be fewer" in done.stderr
+
+
 @pytest.mark.parametrize("more", [("--data", "/nowhere"), ("--track", "wandb"), ("--horizon", 9999)], ids=str)
 def test_a_failed_start_leaves_no_folder(
     more: tuple[object, ...], words: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -279,6 +279,7 @@ def test_an_address_may_end_with_the_version(ending: str) -> None:
     ("arguments", "said"),
     [(["http://127.0.0.1:9/v1"], "error: http://127.0.0.1:9/v1/models failed (All connection attempts failed): start"),
      (["localhost:9"], "error: http://localhost:9/v1/models failed"),
+     (["http://127.0.0.1:70000"], "error: http://127.0.0.1:70000/v1/models failed (a port lies between 0 and 65535)"),
      (["http://host:port"], "error: http://host:port/v1/models failed (Invalid port: 'port')"),
      (["http://127.0.0.1:9", "--api-key-file", "/nowhere"], "error: --api-key-file /nowhere cannot be read (No such"),
      (["/"], "error: / holds no model"),

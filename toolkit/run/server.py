@@ -81,6 +81,8 @@ class Server:
         import httpx
 
         try:
+            if not 0 <= (httpx.URL(self._url).port or 0) < 1 << 16:  # connect() would raise an OverflowError in a group
+                raise ValueError("a port lies between 0 and 65535")
             status, answer = asyncio.run(self._exchange(path, body, seconds))
             if status == 200:
                 return answer
