@@ -206,8 +206,7 @@ def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: Pretrain
         kind: Kind = "P" if len(items) < p_count else "A"
         misses += 1
         if misses > 10_000:
-            raise UsageError(f"{config.data} has no {kind} line to train on: it needs more usable ones than --held-out "
-                             f"{config.held_out}")  # fmt: skip
+            raise UsageError(f"{config.data}: no {kind} line is left to train on: lower --held-out {config.held_out}")
         try:
             example = read_example(rng.choice(lines[kind]), tokens)
         except ValueError:  # another one is drawn

@@ -270,10 +270,12 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         name = str(key).replace("-", "_")
         if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
             raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
-        if isinstance(getattr(kind, name, None), bool):
+        option = name.removeprefix("no_")
+        if isinstance(getattr(kind, option, None), bool):
             if str(value).lower() not in SWITCH:
                 raise UsageError(f"--config {path}: {key} is true or false, not {value!r}")
-            words.append(spelled(name if SWITCH[str(value).lower()] else f"no_{name}"))
+            on = SWITCH[str(value).lower()] == (name == option)
+            words.append(spelled(option if on else f"no_{option}"))
         elif value not in ("", "null"):
             words += [spelled(name), *(map(str, value) if isinstance(value, list) else [str(value)])]
     return words

@@ -208,10 +208,12 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> None:
     assert config.generations == program.train_defaults("tiny").generations  # the file's model decides the others
 
 
-@pytest.mark.parametrize("value", ["false", "False", "no", "OFF"])
-def test_a_switch_is_spelled_as_in_yaml(value: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ["curriculum: false", "curriculum: False", "curriculum: no", "curriculum: OFF", "no-curriculum: true"]
+)
+def test_a_switch_is_spelled_as_in_yaml(line: str, tmp_path: Path) -> None:
     """Only `false` was known, and the error for `False` said to leave it out: the option then stayed on."""
-    (tmp_path / "mine.yaml").write_text(f"model: tiny\ncurriculum: {value}")
+    (tmp_path / "mine.yaml").write_text(f"model: tiny\n{line}")
     assert not program.parse_arguments(["--config", str(tmp_path / "mine.yaml")]).curriculum
 
 

@@ -116,7 +116,7 @@ def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> Non
         (short / name).write_text("".join((data / name).open().readlines()[:5]))
     done = run_mini("pretrain", "--data", short, "--held-out", 5, "--steps", 1, "--log-dir", tmp_path / "run")
     assert (done.returncode, done.stderr.count("error:")) == (2, 1)
-    assert "no P line to train on: it needs more usable ones than --held-out 5" in done.stderr
+    assert "short: no P line is left to train on: lower --held-out 5" in done.stderr
 
 
 def test_the_shipped_weights_are_the_recorded_ones_and_know_chess() -> None:
