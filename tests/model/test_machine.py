@@ -65,8 +65,17 @@ def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest
     assert environment["UNSLOTH_GRPO_SEQ_PACKING"] == "1"
     assert environment["UNSLOTH_COMPILE_LOCATION"] == "/cache/gpt_2048_rl/unsloth_compiled"
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == "/cache/gpt_2048_rl/torchinductor"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment.get("HF_HUB_OFFLINE") == ("1" if offline else None)
+
+
+@pytest.mark.parametrize(("users", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)])
+def test_threads_spin_for_a_moment_unless_the_user_says_how_they_wait(
+    users: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that slept at once made a step of SmolLM2 half as long again on two idle cores."""
+    monkeypatch.setattr(os, "environ", environment := dict(users))
+    prepare_environment(offline=True)
+    assert environment.get("GOMP_SPINCOUNT") == spins
 
 
 COMPILES = """
