@@ -403,9 +403,14 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     return made_for
 
 
+def unread(descriptor: int = 1) -> None:
+    """Let a stream write to nowhere from now on: what is still buffered, too, because Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def end_unread() -> NoReturn:
     """End quietly, as by SIGPIPE: the program that read stdout, such as head, has ended."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+    unread()
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
@@ -423,7 +428,7 @@ def while_it_is_read() -> Iterator[None]:
 
 
 class Lasting:
-    """A stream that may lose its reader: a terminal that closes (EIO), `tee` that Ctrl-C ends (EPIPE).
+    """A stream that may lose its reader: a terminal that closes (EIO), `tee` that Ctrl-C ends (EPIPE), a full disk.
 
     From then on it writes to nowhere, because a training is worth more than what it prints.
     """
@@ -450,9 +455,9 @@ class Lasting:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
+            if error.errno not in (errno.EIO, errno.EPIPE, errno.ENOSPC):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # takes what is still buffered, too
+            unread(self._stream.fileno())
 
 
 def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[[str, str, str], Any]) -> Any:
@@ -514,6 +519,12 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
             f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
             file=sys.stderr,
         )
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        unread()
+        print("error: no space is left on the disk that this writes to: make room, then start again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -303,6 +303,25 @@ def test_nobody_has_to_read_to_the_end(command: str, honest: Path) -> None:
     assert "Error" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["--help", "play {}", "play {} --json"])
+def test_a_full_disk_gets_one_line(command: str, honest: Path) -> None:
+    """What `play FILE > log` could not write ended in a traceback."""
+    argv = [sys.executable, program.__file__, *command.format(honest).split()]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: no space is left on the disk")
+    assert "Traceback" not in done.stderr
+
+
+def test_training_outlives_the_disk_of_its_log() -> None:
+    with Path("/dev/full").open("w") as full:
+        stream = cli.Lasting(full)
+        for _ in range(2):
+            stream.write("step 1\n")
+            stream.flush()
+
+
 def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:
     done = run("play", honest, "--size", "6", "--seeds", "3", "5", "--json")
     assert done.stdout.count("\n") == 1
