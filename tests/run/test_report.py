@@ -595,6 +595,15 @@ def test_runs_are_compared_on_the_boards_in_common(folder: Path, other: Path) ->
     assert {(pair.stage, pair.boards) for pair in pairs} == {("4x4", 3), ("3x3", 1)}
 
 
+def test_controls_that_differ_between_runs_have_a_row_each(folder: Path, other: Path, tmp_path: Path) -> None:
+    """The page showed the first run's for all, also where another had played other games."""
+    change(other / "result.json", lambda result: result["scores"]["4x4"]["controls"]["random"].update(won=0.123))
+    page = report.write_comparison(reading.read_runs([folder, other]), [], tmp_path / "both.html").read_text()
+    for run in ("copy", "twin"):
+        assert f">{run}, random legal moves<" in page
+        assert f">{run}, greedy on empty cells<" not in page
+
+
 def test_games_that_went_on_after_the_target_are_compared_with_others_up_to_it(folder: Path, other: Path) -> None:
     """A run's first stage is played to the end, so a program had larger tiles than itself in a run that began with
     another."""

@@ -459,14 +459,19 @@ def write_comparison(runs: Mapping[str, Run], pairs: Sequence[Pair], file: Path)
     stages = dict.fromkeys((stage, held.target) for run in runs.values() for stage, held in run.held_out.items())
     for stage, target in stages:
         played = at_stage(runs, stage, target)
-        same = {*CONTROLS.values()} - {BEST_OF_N}  # of every run
+        common = next(iter(played.values()))
+        same = {  # of every run: another number of games or another expert gives a control other scores
+            player
+            for player in {*CONTROLS.values()} - {BEST_OF_N}
+            if all(players.get(player) == common.get(player) for players in played.values())
+        }
         scores = {
             f"{name}, {player}": score
             for name, players in played.items()
             for player, score in players.items()
             if player not in same
         }
-        scores |= {player: score for player, score in next(iter(played.values())).items() if player in same}
+        scores |= {player: score for player, score in common.items() if player in same}
         tables += [score_table(stage, scores, target), *pair_tables(stage, pairs, target)]
     curves: dict[str, tuple[str, Form]] = {
         "Reward of an answer": ("reward", "number"),
