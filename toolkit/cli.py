@@ -480,6 +480,21 @@ def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[
     return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
 
 
+def end_on(error: Exception) -> int:
+    """Print the line of an error that the user can fix, and return the exit code.  Raises any other error."""
+    said = error
+    if isinstance(error, ModuleNotFoundError):
+        library = f"the library {error.name} is not installed"
+        said = UsageError(f"{library}: run ./setup.sh, then: source .venv/bin/activate")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        unread()
+        said = UsageError("no space is left on the disk that this writes to: make room, then start again")
+    if not isinstance(said, UsageError):
+        raise error
+    print(f"error: {' '.join(str(said).split())}", file=sys.stderr)
+    return said.exit_code
+
+
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:
     """Parse a command line and run its command.
 
@@ -511,21 +526,8 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         if as_json and RANK == 0:
             with while_it_is_read():
                 print(json.dumps(result), file=real_stdout)
-    except UsageError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        print(
-            f"error: the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate",
-            file=sys.stderr,
-        )
-        return 2
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        unread()
-        print("error: no space is left on the disk that this writes to: make room, then start again", file=sys.stderr)
-        return 2
+    except (UsageError, ModuleNotFoundError, OSError) as error:
+        return end_on(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
