@@ -270,6 +270,10 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         name = str(key).replace("-", "_")
         if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
             raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
+        if name == "config":
+            raise UsageError(f"--config {path} names another file as {key}: copy that one's options into it")
+        if isinstance(value, list) and not isinstance(getattr(kind, name, ()), tuple):
+            raise UsageError(f"--config {path}: {key} is one value, not {len(value)}")
         option = name.removeprefix("no_")
         if isinstance(getattr(kind, option, None), bool):
             if str(value).lower() not in SWITCH:

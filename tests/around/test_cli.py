@@ -234,6 +234,8 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("unsafe-no-jail: true", "sets --unsafe-no-jail, which no file decides"),
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
         ("steps: many", "mine.yaml: --steps takes a whole number, like 120, not 'many'"),
+        ("steps: [1, 2]", "mine.yaml: steps is one value, not 2"),
+        ("config: theirs.yaml", "mine.yaml names another file as config: copy that one's options into it"),
         ("curriculum: maybe", "mine.yaml: curriculum is true or false, not 'maybe'"),
         ("curriculum:", "mine.yaml: curriculum is true or false, not ''"),  # it was on for whoever meant off
         ("steps: true", "mine.yaml: --steps takes a whole number, like 120, not 'true'"),
