@@ -648,7 +648,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["before, likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, **run.extra}))
-    lr = config.lr if config.lr is not None else defaults.PRETRAINED_LR if config.init else defaults.SMALL_LR
+    lr = defaults.LR[task.tokens.name] if config.lr is None else config.lr
 
     def beginner(baseline: BaselineType) -> Learner:
         return Learner(

@@ -12,8 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo", "best"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-SMALL_LR = 2e-4  # of the small model
-PRETRAINED_LR = 1e-5  # with --init
+LR = {"lines": 2e-4, "bpe": 1e-5}  # by the kind of tokens: of small models, and of large ones like RookWorld-LM
 
 
 def check_heads(n_embd: int, n_head: int) -> None:
@@ -80,7 +79,7 @@ class GrpoOptions:
     steps: Annotated[int, (0, 1e7)] = 120  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
-    lr: Annotated[float | None, (0, 1)] = None  # default: 2e-4 for the small model, 1e-5 with --init
+    lr: Annotated[float | None, (0, 1)] = None  # default: 2e-4 with chess tokens, 1e-5 with byte pairs
     lr_warmup: Annotated[int, (0, 1e7)] = 5  # steps of learning rate warm-up
     lr_decay: Annotated[float, (0, 1)] = 0.3  # final share of the steps in which the learning rate falls to 0
     updates: Annotated[int, (1, 100)] = 1  # passes over a step's completions, each with one optimizer step

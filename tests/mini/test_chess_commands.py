@@ -201,6 +201,12 @@ def test_chess_reports_before_and_after(chess_run: Trained) -> None:
         assert word in steps[0]
 
 
+def test_init_of_a_small_model_has_the_small_models_rate(chess_run: Trained) -> None:
+    """Any model of --init had the rate for large ones, also one that pretrain made: a twentieth."""
+    group, *_ = torch.load(chess_run[0] / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert group["initial_lr"] == 2e-4
+
+
 def test_tensorboard_has_every_figure(chess_run: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
