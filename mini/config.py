@@ -12,7 +12,7 @@ from toolkit import UsageError
 BaselineType = Literal["group_mean", "ema", "adaptive", "rloo", "best"]
 Shaping = Literal["capped", "graduated", "linear", "binary"]
 KlType = Literal["exact", "squared", "forward", "reverse", "symmetric"]
-LR = {"lines": 2e-4, "bpe": 1e-5}  # by the kind of tokens: of small models, and of large ones like RookWorld-LM
+LR = {"lines": 2e-4, "bpe": 1e-5}  # by the tokens: small models, and large ones like RookWorld-LM
 
 
 def check_heads(n_embd: int, n_head: int) -> None:

@@ -270,9 +270,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         name = str(key).replace("-", "_")
         if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
             raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
-        if name == "config":
-            raise UsageError(f"--config {path} names another file as {key}: copy that one's options into it")
-        if isinstance(value, list) and not isinstance(getattr(kind, name, ()), tuple):
+        if isinstance(value, list) and len(value) != 1 and not isinstance(getattr(kind, name, ()), tuple):
             raise UsageError(f"--config {path}: {key} is one value, not {len(value)}")
         option = name.removeprefix("no_")
         if isinstance(getattr(kind, option, None), bool):
@@ -484,19 +482,24 @@ def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[
     return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
 
 
-def end_on(error: Exception) -> int:
-    """Print the line of an error that the user can fix, and return the exit code.  Raises any other error."""
-    said = error
-    if isinstance(error, ModuleNotFoundError):
-        library = f"the library {error.name} is not installed"
-        said = UsageError(f"{library}: run ./setup.sh, then: source .venv/bin/activate")
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        unread()
-        said = UsageError("no space is left on the disk that this writes to: make room, then start again")
-    if not isinstance(said, UsageError):
-        raise error
-    print(f"error: {' '.join(str(said).split())}", file=sys.stderr)
-    return said.exit_code
+def tell(error: str) -> int:
+    """Print the line of an error that the user can fix.  Returns its exit code, also where no stream takes a word."""
+    if sys.stdout:
+        Lasting(sys.stdout).flush()  # what a full disk does not take would fail once more at Python's end
+    if sys.stderr:
+        stderr = Lasting(sys.stderr)
+        stderr.write(f"error: {' '.join(error.split())}\n")
+        stderr.flush()
+    return 2
+
+
+def exit_code_of(result: Mapping[str, Any]) -> int:
+    """The exit code of a command that ended by itself."""
+    if result.get("fit") is False:
+        return 2
+    if result.get("interrupted"):
+        return 128 + int(result["interrupted"])
+    return 3 if result.get("collapsed") else 0
 
 
 def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mapping[str, Any]]) -> int:
@@ -530,13 +533,17 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
         if as_json and RANK == 0:
             with while_it_is_read():
                 print(json.dumps(result), file=real_stdout)
-    except (UsageError, ModuleNotFoundError, OSError) as error:
-        return end_on(error)
+        return exit_code_of(result)
+    except UsageError as error:
+        tell(str(error))
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        return tell(f"the library {error.name} is not installed: run ./setup.sh, then: source .venv/bin/activate")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        place = error.filename or "what this prints or writes"
+        return tell(f"no space is left on the disk of {place}: make room there")
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    if result.get("fit") is False:
-        return 2
-    if result.get("interrupted"):
-        return 128 + int(result["interrupted"])
-    return 3 if result.get("collapsed") else 0

@@ -235,7 +235,6 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
         ("steps: many", "mine.yaml: --steps takes a whole number, like 120, not 'many'"),
         ("steps: [1, 2]", "mine.yaml: steps is one value, not 2"),
-        ("config: theirs.yaml", "mine.yaml names another file as config: copy that one's options into it"),
         ("curriculum: maybe", "mine.yaml: curriculum is true or false, not 'maybe'"),
         ("curriculum:", "mine.yaml: curriculum is true or false, not ''"),  # it was on for whoever meant off
         ("steps: true", "mine.yaml: --steps takes a whole number, like 120, not 'true'"),
@@ -306,22 +305,47 @@ def test_nobody_has_to_read_to_the_end(command: str, honest: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["--help", "play {}", "play {} --json"])
-def test_a_full_disk_gets_one_line(command: str, honest: Path) -> None:
-    """What `play FILE > log` could not write ended in a traceback."""
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_gets_one_line(command: str, both: bool, honest: Path) -> None:
+    """What `play FILE > log` could not write ended in a traceback, and with 2>&1 in exit code 120."""
     argv = [sys.executable, program.__file__, *command.format(honest).split()]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(argv, stdout=full, stderr=full if both else subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: no space is left on the disk")
-    assert "Traceback" not in done.stderr
+    if not both:
+        assert done.stderr.splitlines()[-1].startswith("error: no space is left")
+        assert "Traceback" not in done.stderr
 
 
-def test_training_outlives_the_disk_of_its_log() -> None:
+def test_a_full_disk_elsewhere_loses_nothing_that_was_printed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = """
+import errno
+from toolkit import cli
+def run(*_):
+    print("a line")
+    raise OSError(errno.ENOSPC, "No space left on device", "/full/file")
+raise SystemExit(cli.main(lambda: None, run))
+"""
+    with log.open("w") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    assert (done.returncode, log.read_text()) == (2, "a line\n")
+    assert done.stderr == "error: no space is left on the disk of /full/file: make room there\n"
+
+
+def test_a_lasting_stream_writes_to_nowhere_once_its_disk_is_full(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         stream = cli.Lasting(full)
         for _ in range(2):
             stream.write("step 1\n")
             stream.flush()
+        assert Path(f"/proc/self/fd/{full.fileno()}").readlink() == Path(os.devnull)
+    with (tmp_path / "log").open("w") as closed:
+        pass
+    with pytest.raises(ValueError, match="closed"):
+        cli.Lasting(closed).write("step 1\n")
 
 
 def test_play_json_is_the_only_line_on_stdout(honest: Path) -> None:

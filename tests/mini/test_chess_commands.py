@@ -39,6 +39,7 @@ from mini.config import (
     TextConfig,
 )
 from mini.model import GPT, GptConfig, Sampling
+from mini.runs import BpeTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini, untrained
 from toolkit import UsageError
@@ -205,6 +206,7 @@ def test_init_of_a_small_model_has_the_small_models_rate(chess_run: Trained) -> 
     """Any model of --init had the rate for large ones, also one that pretrain made: a twentieth."""
     group, *_ = torch.load(chess_run[0] / "checkpoint.pt")["optimizer"]["param_groups"]
     assert group["initial_lr"] == 2e-4
+    assert mini.config.LR.keys() == {LineTokens.name, BpeTokens.name}
 
 
 def test_tensorboard_has_every_figure(chess_run: Trained) -> None:

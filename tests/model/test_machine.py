@@ -72,7 +72,7 @@ def test_variables_that_the_user_has_set_stay(offline: bool, monkeypatch: pytest
 def test_threads_spin_for_a_moment_unless_the_user_says_how_they_wait(
     users: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that slept at once made a step of SmolLM2 half as long again on two idle cores."""
+    """Threads that slept at once made a step of SmolLM2 a third longer on two idle cores."""
     monkeypatch.setattr(os, "environ", environment := dict(users))
     prepare_environment(offline=True)
     assert environment.get("GOMP_SPINCOUNT") == spins

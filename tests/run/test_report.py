@@ -602,6 +602,7 @@ def test_controls_that_differ_between_runs_have_a_row_each(folder: Path, other: 
     for run in ("copy", "twin"):
         assert f">{run}, random legal moves<" in page
         assert f">{run}, greedy on empty cells<" not in page
+    assert page.count(">greedy on empty cells<") == 2  # a stage each
 
 
 def test_games_that_went_on_after_the_target_are_compared_with_others_up_to_it(folder: Path, other: Path) -> None:

@@ -20,11 +20,7 @@ def prepare_environment(offline: bool) -> None:
     """Set the environment variables that libraries read at import.  Call it before the first import of unsloth.
 
     A variable that the user has set stays as it is.
-
-    torch's idle threads spin for a moment, some 0.1 ms: asleep, they would wake up too late for a small model's next
-    product.  PyTorch lets them spin thirty times as long, on cores that players or other programs need.
     """
-    spins = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "10000"}
     defaults = {
         "TOKENIZERS_PARALLELISM": "false",
         "UNSLOTH_DISABLE_STATISTICS": "1",  # a download that only counts users
@@ -33,7 +29,9 @@ def prepare_environment(offline: bool) -> None:
         "UNSLOTH_GRPO_SEQ_PACKING": "0",  # gpt-oss's attention takes no packed rows: Unsloth would try and fall back
         "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
         "UNSLOTH_COMPILE_DECODE": "0",  # decoding.py instead
-        **spins,
+        # torch's idle threads spin a thirtieth as long as PyTorch lets them: other programs need the cores.  Asleep at
+        # once, they would wake up too late for a small model's next product.
+        **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "10000"}),
         **({"HF_HUB_OFFLINE": "1"} if offline else {}),
     }
     for name, value in defaults.items():
