@@ -405,14 +405,14 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     return made_for
 
 
-def unread(descriptor: int = 1) -> None:
+def unread(descriptor: int) -> None:
     """Let a stream write to nowhere from now on: what is still buffered, too, because Python flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def end_unread() -> NoReturn:
     """End quietly, as by SIGPIPE: the program that read stdout, such as head, has ended."""
-    unread()
+    unread(1)
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
