@@ -195,7 +195,7 @@ def score(model: LanguageModel, rows: Rows, temperature: float) -> tuple[Tensor,
         hidden = model(rows.ids, rows.mask)[:, rows.S - 1 : -1]  # (n, T, C)
     else:
         prompt_ids, prompt_mask = (part[:: rows.K, : rows.S] for part in (rows.ids, rows.mask))  # (n / K, S)
-        cache = Cache(prompt_mask, rows.K, 0)
+        cache = [Cache(rows.K, rows.answer_ids.shape[1]) for _ in model.h]
         last = model(prompt_ids, prompt_mask, cache)[:, -1:].repeat_interleave(rows.K, 0)  # (n, 1, C)
         hidden = torch.cat((last, model(rows.ids[:, rows.S : -1], rows.mask[:, :-1], cache)), 1)  # (n, T, C)
     all_log_probs = policy_log_probs(model.logits(hidden), temperature)  # (n, T, V)

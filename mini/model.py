@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -38,50 +38,52 @@ class GptConfig:
 
 @dataclass
 class Cache:
-    """For each layer keys and values, or one latent (H = 1, D = its width) that serves as both."""
+    """A layer's keys and values, or one latent (H = 1, D = its width) that serves as both."""
 
-    prompt_mask: Tensor  # (B, S): True for tokens, False for padding
     k: int  # completions of each prompt
-    new_tokens: int  # room in each completion
-    length: int = 0  # tokens in each completion so far
-    prompt: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, H, S, D) each: shared by the completions
-    own: list[tuple[Tensor, ...]] = field(default_factory=list)  # (B, H, K, new tokens, D) each: filled up to length
-
-    def extended(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """A layer's new tensors (N, H, T, D) after those of the prompts, (N, H, S + T, D).
-
-        The first are the prompts' own, (B, H, S, D): they are kept, with room for the completions.
-        """
-        if layer < len(self.prompt):
-            return tuple(torch.cat((prompt.repeat_interleave(self.k, 0), part), 2)
-                         for prompt, part in zip(self.prompt[layer], new, strict=True))  # fmt: skip
-        B, H, _, D = new[0].shape
-        self.prompt.append(tuple(part.contiguous() for part in new))  # otherwise each new token would copy them
-        self.own.append(tuple(part.new_empty(B, H, self.k, self.new_tokens, D) for part in new))
-        return new
+    room: int  # tokens in each completion
+    prompt: Sequence[Tensor] = ()  # (B, H, S, D) each: shared by the completions
+    own: Sequence[Tensor] = ()  # (B, H, K, room, D) each
 
     def keep(self, prompts: Tensor) -> None:
         """Drop the prompts, with their completions, that a (B,) of bool excludes."""
-        self.prompt_mask = self.prompt_mask[prompts]
-        for parts in (self.prompt, self.own):
-            parts[:] = [tuple(part[prompts] for part in layer) for layer in parts]
+        self.prompt, self.own = ([part[prompts] for part in parts] for parts in (self.prompt, self.own))
 
-    def attend(self, layer: int, q: Tensor, scale: float, *new: Tensor) -> Tensor:
-        """Cache a new token's keys and values `new` (B, K, G, D), G = H or 1; attend with its queries (B, K, H, D)."""
-        for kept, part in zip(self.own[layer], new, strict=True):
-            kept[:, :, :, self.length] = part.transpose(1, 2)
-        keys, values = (self.prompt[layer][i] for i in (0, -1))  # (B, G, S, D)
-        own_keys, own_values = (self.own[layer][i][:, :, :, : self.length + 1] for i in (0, -1))  # (B, G, K, t, D)
-        G, S = keys.shape[1:3]
-        q = (scale * q).unflatten(2, (G, -1)).transpose(1, 2).contiguous()  # (B, G, K, H / G, D)
+    def add_prompts(self, *new: Tensor) -> None:
+        """Store the prompts' own, (B, H, S, D) each, with room for the completions'."""
+        B, H, _, D = new[0].shape
+        self.prompt = [part.contiguous() for part in new]  # otherwise each new token would copy them
+        self.own = [part.new_empty(B, H, self.k, self.room, D) for part in new]
+
+    def attend(self, q: Tensor, visible: Tensor, scale: float, *new: Tensor) -> Tensor:
+        """Store those of the completions' next tokens, (N, G, T, D) each with G = H or 1, and attend with theirs.
+
+        q (N, H, T, D), visible (N, 1, T, L), over the prompt and all of the completion so far -> (N, H, T, D).
+        """
+        keys, values = self.prompt[0], self.prompt[-1]
+        B, G, S, _ = keys.shape
+        (T, L), P = visible.shape[2:], q.shape[1] // G  # P heads share keys
+        for kept, part in zip(self.own, new, strict=True):
+            kept[:, :, :, L - S - T : L - S] = part.unflatten(0, (B, self.k)).transpose(1, 2)
+        own_keys, own_values = (self.own[i][:, :, :, : L - S] for i in (0, -1))  # (B, G, K, L - S, D)
 
         # One product for all queries that share a prompt's keys, so these are never copied.
-        to_prompt = q.flatten(2, 3) @ keys.transpose(2, 3)  # (B, G, K * H / G, S)
-        to_prompt = to_prompt.masked_fill(~self.prompt_mask[:, None, None], -math.inf)
-        to_own = q @ own_keys.transpose(3, 4)  # (B, G, K, H / G, t)
-        weights = torch.cat((to_prompt.view(*q.shape[:4], S), to_own), 4).softmax(4)
-        found = (weights[..., :S].flatten(2, 3) @ values).view_as(q) + weights[..., S:] @ own_values
-        return found.transpose(1, 2).flatten(2, 3)
+        queries = (scale * q).reshape(B, self.k, G, P * T, q.shape[3]).transpose(1, 2)  # (B, G, K, P T, D)
+        to_prompt = (queries.flatten(2, 3) @ keys.transpose(2, 3)).view(*queries.shape[:4], S)
+        logits = torch.cat((to_prompt, queries @ own_keys.transpose(3, 4)), 4).unflatten(3, (P, T))
+        weights: Tensor = logits.masked_fill(~visible.view(B, 1, self.k, 1, T, L), -math.inf).softmax(5).flatten(3, 4)
+        found = (weights[..., :S].flatten(2, 3) @ values).view_as(queries) + weights[..., S:] @ own_values
+        return found.transpose(1, 2).reshape_as(q)
+
+
+def attend(q: Tensor, visible: Tensor, scale: float, cache: Cache | None, *new: Tensor) -> Tensor:
+    """Queries (N, H, T, D) over what is visible (N, 1, T, L) of `new`, as in Cache, and of a full cache."""
+    if cache and cache.prompt:
+        return cache.attend(q, visible, scale, *new)
+    if cache:
+        cache.add_prompts(*new)
+    keys, values = (new[i].expand(-1, q.shape[1], -1, -1) for i in (0, -1))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale)
 
 
 class Attention(nn.Module):
@@ -93,20 +95,11 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
-        """x (N, T, C), visible (N, 1, T, T), or (N, 1, T, S + T) after the prompts of a cache -> (N, T, C)."""
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
+        """x (N, T, C), visible (N, 1, T, L), as in GPT.forward -> (N, T, C)."""
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
-        if cache is not None:
-            k, v = cache.extended(layer, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # (N, H, T, D)
+        y = attend(q, visible, 1 / math.sqrt(q.shape[3]), cache, k, v)  # (N, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return out
-
-    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        """One new token of every completion: x (B, K, C) -> (B, K, C)."""
-        q, k, v = (part.unflatten(2, (self.heads, -1)) for part in self.c_attn(x).chunk(3, 2))  # (B, K, H, D)
-        y = cache.attend(layer, q, 1 / math.sqrt(q.shape[3]), k, v)
-        out: Tensor = self.c_proj(y.flatten(2))
         return out
 
 
@@ -114,7 +107,8 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), without its rotary part.
 
     A token's cache is one latent c of width R for all heads, where keys and values would take 2 C.  Queries have a
-    latent of their own, as wide.
+    latent of their own, as wide.  No keys or values are computed: q (W_uk c) = (q W_uk) c, and a mean of W_uv c is
+    W_uv times a mean of c.
     """
 
     def __init__(self, config: GptConfig) -> None:
@@ -126,28 +120,14 @@ class LatentAttention(nn.Module):
         self.w_uk, self.w_uv = nn.Linear(R, C, bias=False), nn.Linear(R, C, bias=False)
         self.c_proj = nn.Linear(C, C)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, T, C) -> queries (N, T, H, D), latents c (N, T, R)."""
-        q = self.w_uq(self.q_norm(self.w_dq(x))).unflatten(2, (self.heads, -1))
-        return q, self.kv_norm(self.w_dkv(x))
-
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
         """As in Attention, but the cache holds only the latents."""
-        q, c = self.project(x)
-        if cache is not None:
-            c = cache.extended(layer, c[:, None])[0][:, 0]  # (N, S + T, R) after the prompts
-        k, v = (up(c).unflatten(2, (self.heads, -1)).transpose(1, 2) for up in (self.w_uk, self.w_uv))  # (N, H, T, D)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=visible)  # (N, H, T, D)
-        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return out
-
-    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        """Computes no keys or values: q (W_uk c) = (q W_uk) c, and a mean of W_uv c is W_uv times a mean of c."""
-        q, c = self.project(x)  # (B, K, H, D), (B, K, R)
+        q = self.w_uq(self.q_norm(self.w_dq(x))).unflatten(2, (self.heads, -1))  # (N, T, H, D)
+        c = self.kv_norm(self.w_dkv(x))[:, None]  # (N, 1, T, R)
         w_uk, w_uv = (up.weight.unflatten(0, (self.heads, -1)) for up in (self.w_uk, self.w_uv))  # (H, D, R)
-        absorbed = torch.einsum("bkhd,hdr->bkhr", q, w_uk)
-        mean = cache.attend(layer, absorbed, 1 / math.sqrt(q.shape[3]), c[:, :, None])  # (B, K, H, R)
-        out: Tensor = self.c_proj(torch.einsum("bkhr,hdr->bkhd", mean, w_uv).flatten(2))
+        absorbed = torch.einsum("nthd,hdr->nhtr", q, w_uk)
+        mean = attend(absorbed, visible, 1 / math.sqrt(q.shape[3]), cache, c)  # (N, H, T, R)
+        out: Tensor = self.c_proj(torch.einsum("nhtr,hdr->nthd", mean, w_uv).flatten(2))
         return out
 
 
@@ -175,15 +155,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None, layer: int = 0) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
         """(N, T, C) -> (N, T, C)."""
-        x = x + self.attn(self.ln_1(x), visible, cache, layer)
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
-
-    def decode(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        """One new token of every completion: x (B, K, C)."""
-        x = x + self.attn.decode(self.ln_1(x), cache, layer)
+        x = x + self.attn(self.ln_1(x), visible, cache)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -205,31 +179,21 @@ class GPT(nn.Module):
                 residual = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / residual)
 
-    def forward(self, ids: Tensor, mask: Tensor, cache: Cache | None = None, causal: bool = True) -> Tensor:
-        """ids and mask (N, T), mask True for tokens -> hidden states (N, T, C).
+    def forward(self, ids: Tensor, mask: Tensor, cache: Sequence[Cache] | None = None, causal: bool = True) -> Tensor:
+        """ids (N, T), mask (N, L), True for tokens -> hidden states (N, T, C).
 
-        An empty cache keeps the keys and values of these tokens, the prompts.  With a full one they are completions of
-        its prompts, K of each, which it does not keep, and the mask (N, S + T) is of both.  With causal=False every
-        token also sees the later ones, as a denoiser needs.
+        Without a cache L is T.  An empty cache keeps the keys and values of these tokens, the prompts.  A full one adds
+        the next T tokens of its completions, K of each prompt; the mask is of the L tokens from the prompt to these.
+        With causal=False every token also sees the later ones, as a denoiser needs.
         """
-        T, L = ids.shape[1], mask.shape[1]  # L is S + T after the prompts of a cache, otherwise T
+        T, L = ids.shape[1], mask.shape[1]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, L)
         x = self.wte(ids) + self.wpe(positions[:, L - T :])  # (N, T, C)
-        earlier = torch.ones(L, L, dtype=torch.bool, device=ids.device).tril(0 if causal else L)
+        earlier = torch.ones(T, L, dtype=torch.bool, device=ids.device).tril(L - T if causal else L)
         itself = torch.eye(L, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
-        visible = (earlier[L - T :] & mask[:, None, None].bool()) | itself[L - T :]  # (N, 1, T, L)
-        for layer, block in enumerate(self.h):
-            x = block(x, visible, cache, layer)
-        out: Tensor = self.ln_f(x)
-        return out
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """The next token of every completion: ids (B, K) -> hidden states (B, K, C)."""
-        positions = cache.prompt_mask.long().sum(1, keepdim=True) + cache.length  # (B, 1)
-        x = self.wte(ids) + self.wpe(positions)  # (B, K, C)
-        for layer, block in enumerate(self.h):
-            x = block.decode(x, cache, layer)
-        cache.length += 1
+        visible = (earlier & mask[:, None, None].bool()) | itself[L - T :]  # (N, 1, T, L)
+        for i, block in enumerate(self.h):
+            x = block(x, visible, cache and cache[i])
         out: Tensor = self.ln_f(x)
         return out
 
@@ -376,7 +340,7 @@ def generate(
     ids, mask = (F.pad(part[:, None].expand(B, k, S), (0, room), value=padding)  # (B, K, S + room) each
                  for part, padding in ((prompt_ids, end), (prompt_mask, False)))  # fmt: skip
     log_probs = torch.zeros(B, k, room, device=device)
-    cache = Cache(prompt_mask, k, room)
+    cache = [Cache(k, room) for _ in model.h]
     hidden = model(prompt_ids, prompt_mask, cache)[:, -1:]  # (B, 1, C)
     logits = model.logits(hidden).expand(B, k, -1)  # (B, K, V)
     going = torch.arange(B, device=device)  # the prompts with a row that has not ended: (b,), b <= B
@@ -392,8 +356,10 @@ def generate(
             break
         if not left.all():
             going, ended, token = going[left], ended[left], token[left]
-            cache.keep(left)
-        logits = model.logits(model.decode(token, cache))
+            for layer in cache:
+                layer.keep(left)
+        so_far = mask[going, :, : S + t + 1].flatten(0, 1)  # (b K, S + t + 1)
+        logits = model.logits(model(token.view(-1, 1), so_far, cache)).view(-1, k, model.config.vocab_size)
     longest = S + t + 1
     rows = Rows(ids[:, :, :longest].flatten(0, 1), mask[:, :, :longest].flatten(0, 1), S, k)
     return rows, log_probs[:, :, : t + 1].flatten(0, 1)

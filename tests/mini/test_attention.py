@@ -50,13 +50,14 @@ def test_both_ways_to_read_completions_give_what_a_whole_pass_gives(
     model = small_model(config=config)
     added = torch.tensor([[[7, 8, 9], [10, 11, 12]]]).expand(3, 2, 3) + torch.arange(3)[:, None, None]
     ids, mask = pad_rows(PROMPTS, 0)
-    cache = Cache(mask, 2, 3)
+    both = torch.cat((mask.repeat_interleave(2, 0), torch.ones(6, 3, dtype=torch.bool)), 1)
     with torch.no_grad():
-        model(ids, mask, cache)
-        steps = [model.decode(added[:, :, t], cache) for t in range(3)]
-        both = torch.cat((mask.repeat_interleave(2, 0), torch.ones(6, 3, dtype=torch.bool)), 1)
-        rest = model(added.flatten(0, 1), both, cache).unflatten(0, (3, 2))
-        assert [tuple(part.shape) for part in cache.prompt[0]] == kept
+        stepwise, at_once = ([Cache(2, 3) for _ in model.h] for _ in range(2))
+        for cache in (stepwise, at_once):
+            model(ids, mask, cache)
+        steps = [model(added[:, :, t].reshape(6, 1), both[:, : 5 + t + 1], stepwise).view(3, 2, -1) for t in range(3)]
+        rest = model(added.flatten(0, 1), both, at_once).unflatten(0, (3, 2))
+        assert [tuple(part.shape) for part in stepwise[0].prompt] == kept
         for b, prompt in enumerate(PROMPTS):
             for k in range(2):
                 document = torch.tensor([prompt + added[b, k].tolist()])
@@ -70,10 +71,10 @@ def test_the_cache_holds_one_latent_a_token_and_nothing_else() -> None:
     numbers = {}
     for config in (SMALL, LATENT):
         ids, mask = pad_rows(PROMPTS, 0)
-        cache = Cache(mask, 2, 3)
+        cache = [Cache(2, 3) for _ in range(SMALL.n_layer)]
         with torch.no_grad():
             small_model(config=config)(ids, mask, cache)
-        parts = [part for layer in (*cache.prompt, *cache.own) for part in layer]
+        parts = [part for layer in cache for part in (*layer.prompt, *layer.own)]
         stored = sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
         tokens = 3 * 5 + 3 * 2 * 3  # of the padded prompts, and room in the completions
         assert sum(part.numel() for part in parts) * 4 <= stored

@@ -369,8 +369,8 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each later forward pass the rows, but not those of completions after cached prompts."""
     read, forward = list[int](), GPT.forward
 
-    def count(self: GPT, ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
-        read.extend([len(ids)] if cache is None or not cache.prompt else [])
+    def count(self: GPT, ids: Tensor, mask: Tensor, cache: list[Cache] | None = None) -> Tensor:
+        read.extend([len(ids)] if cache is None or not cache[0].prompt else [])
         return forward(self, ids, mask, cache)
 
     monkeypatch.setattr(GPT, "forward", count)

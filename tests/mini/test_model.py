@@ -31,13 +31,15 @@ def test_forgetting_prompts_leaves_the_others_alone(keep: list[bool]) -> None:
     ids, mask = pad_rows(PROMPTS[:3], 0)
     next_ids, kept = torch.tensor([[7], [8], [9]]), torch.tensor(keep)
     with torch.no_grad():
-        caches = [Cache(mask, 1, 2) for _ in range(2)]
+        caches = [[Cache(1, 2) for _ in model.h] for _ in range(2)]
+        once, twice = (torch.cat((mask, torch.ones(3, new, dtype=torch.bool)), 1) for new in (1, 2))
         for cache in caches:
             model(ids, mask, cache)
-            model.decode(next_ids, cache)
-        caches[1].keep(kept)
-        expected = model.decode(next_ids, caches[0])[kept]
-        torch.testing.assert_close(model.decode(next_ids[kept], caches[1]), expected, atol=1e-6, rtol=0)
+            model(next_ids, once, cache)
+        for layer in caches[1]:
+            layer.keep(kept)
+        expected = model(next_ids, twice, caches[0])[kept]
+        torch.testing.assert_close(model(next_ids[kept], twice[kept], caches[1]), expected, atol=1e-6, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,17 +106,18 @@ def test_a_prompt_is_read_once_whatever_the_number_of_completions(monkeypatch: p
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda ids, *more: read.__iadd__([tuple(ids.shape)]) and forward(ids, *more))
     generate(model, PROMPTS, 8, GREEDY, END)
-    assert read == [(4, 7)]
+    assert read[0] == (4, 7)
+    assert {T for _, T in read[1:]} == {1}
 
 
 def test_prompts_that_have_ended_cost_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model, widths = ending_model(), list[int]()
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda ids, cache: widths.__iadd__([len(ids)]) and decode(ids, cache))
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, *more: widths.__iadd__([len(ids)]) and forward(ids, *more))
     rows, _ = generate(model, PROMPTS, 2, Sampling(max_new_tokens=50), END, torch.Generator().manual_seed(0))
     longest = rows.answer_mask.sum(1).view(-1, 2).amax(1)
-    assert widths == [int((longest > t + 1).sum()) for t in range(len(widths))]
-    assert widths[-1] < 4
+    assert widths == [4, *(2 * int((longest > t + 1).sum()) for t in range(len(widths) - 1))]
+    assert widths[-1] < 8
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7), (8, 0.6), (1, 0.5)])
