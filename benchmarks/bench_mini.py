@@ -41,15 +41,11 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
-from mini.chess_lines import (  # noqa: E402
-    ChessTask,
-    LineTokens,
-    prepare,
-)
+from mini.chess_lines import ChessTask, prepare  # noqa: E402
 from mini.config import ChessConfig, EvalConfig  # noqa: E402
 from mini.grpo import Learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
-from mini.runs import save_model  # noqa: E402
+from mini.runs import LineTokens, save_model  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # options that differ from the defaults
     "default": (),

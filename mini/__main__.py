@@ -20,23 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from mini.config import (
-    ChessConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    PlayConfig,
-    PretrainConfig,
-    SampleConfig,
-    TextConfig,
-    text_defaults,
-)
+from mini import config as options
 from toolkit import UsageError, cli
 
-KINDS = {kind.__name__.removesuffix("Config").lower(): kind for kind in get_args(Config)}
+KINDS = {kind.__name__.removesuffix("Config").lower(): kind for kind in get_args(options.Config)}
 
 
-def parse_arguments(argv: list[str]) -> Config:
+def parse_arguments(argv: list[str]) -> options.Config:
     """The command's config.  Raises UsageError; SystemExit(0) after --help."""
     if argv[:1] in ([], ["-h"], ["--help"]):
         print(__doc__)
@@ -46,24 +36,24 @@ def parse_arguments(argv: list[str]) -> Config:
         raise UsageError(f"no command {command!r}: one of {', '.join(KINDS)}")
     cli.check_empty(KINDS[command], argv)
     algo = cli.chosen(argv, {"algo": "supervised"}, "resume")["algo"]  # the other options' defaults depend on it
-    default = text_defaults(algo) if command == "text" else None
-    config: Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
+    default = options.text_defaults(algo) if command == "text" else None
+    config: options.Config = cli.parse(KINDS[command], argv, f"python -m mini {command}", default)
     return config
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: options.Config) -> dict[str, Any]:
     """Run a command.  Returns what --json prints, and nothing for a command without --json."""
     from mini import chess_lines, pretrain, text
     from mini.model import Diverged
 
-    commands: dict[type[Config], Callable[[Any], dict[str, Any]]] = {
-        ChessConfig: chess_lines.chess_command,
-        EvalConfig: chess_lines.eval_command,
-        SampleConfig: chess_lines.sample_command,
-        DataConfig: pretrain.data_command,
-        PretrainConfig: pretrain.pretrain_command,
-        PlayConfig: pretrain.play_command,
-        TextConfig: text.text_command,
+    commands: dict[type[options.Config], Callable[[Any], dict[str, Any]]] = {
+        options.ChessConfig: chess_lines.chess_command,
+        options.EvalConfig: chess_lines.eval_command,
+        options.SampleConfig: chess_lines.sample_command,
+        options.DataConfig: pretrain.data_command,
+        options.PretrainConfig: pretrain.pretrain_command,
+        options.PlayConfig: pretrain.play_command,
+        options.TextConfig: text.text_command,
     }
     try:
         return commands[type(config)](config)

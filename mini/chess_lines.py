@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import chess
 import torch
@@ -28,22 +28,8 @@ from torch import Tensor
 from mini import config as defaults
 from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, SampleConfig, Shaping
 from mini.grpo import Baseline, KlController, Learner, supervised, train
-from mini.model import GPT, GptConfig, Rows, Sampling, generate
-from mini.runs import (
-    END,
-    BpeTokens,
-    CharTokens,
-    Figures,
-    Run,
-    Tokens,
-    device_of,
-    load_model,
-    naming,
-    read_config,
-    save_model,
-    say,
-    table,
-)
+from mini.model import GPT, Rows, Sampling, generate
+from mini.runs import Run, Tokens, device_of, load_model, load_tokens, naming, save_model, say, table
 from toolkit import UsageError
 
 Kind = Literal["P", "A"]
@@ -103,68 +89,6 @@ def policy_line(fen: str, moves: list[str], evals: list[float], best: str) -> st
     """A P line, padded as in the published corpus."""
     numbers = " ".join(f"{value:.2f}" for value in evals)
     return f"P: {fen:90}M: {' '.join(moves):30}E: {numbers:40}B: {best}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens
-
-
-class LineTokens:
-    """Characters of P and A lines, with a token for each empty square, each named square and a number's decimals.
-
-    Each field of a position has its full width, and a history its ten moves, so a square, a clock's last digit and the
-    last move always have the same place; `decode` takes the filling out.  Ruoss et al. (2024) spell positions like
-    this.  Repeated blanks become single ones.
-    """
-
-    name, end, files = "lines", 0, dict[str, bytes]()
-    longest = 98  # a position, its reward and flags, END
-    FEN = re.compile(r"((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)")
-    HISTORY = re.compile(r"\+([^+]*)\+$")  # at the end of an A prompt
-    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]| [wb]|\.\d\d|.")
-    VOCABULARY = (
-        END, *"_~pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:", " w", " b",
-        *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
-        *(f".{number:02}" for number in range(100)),
-    )  # fmt: skip
-    size = len(VOCABULARY)
-    IDS: ClassVar = {token: i for i, token in enumerate(VOCABULARY)}
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt or an answer, without the end token."""
-
-        def widen(fen: re.Match[str]) -> str:
-            board, side, castling, passing, *clocks = fen.groups()
-            board = re.sub(r"\d", lambda digit: "_" * int(digit[0]), board)
-            passing += "~" if passing == "-" else "~~"  # a blank and a dash are two tokens, a square with its blank one
-            return f"{board} {side} {castling:~<4} {passing}" + "".join(f" {clock:~>3}" for clock in clocks)
-
-        text = " ".join(text.split())
-        if text.startswith("A:"):  # a move is two tokens
-            text = self.HISTORY.sub(lambda moves: f"+{'~' * (20 - 2 * len(moves[1].split()))}{moves[1]}+", text)
-        try:
-            return [self.IDS[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
-        except KeyError as unknown:
-            raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
-
-    def decode(self, ids: list[int]) -> str:
-        """The tokens one after the other, without filling, and with each row of empty squares as its number."""
-        text = "".join(self.VOCABULARY[i] for i in ids).replace("~", "")
-        return re.sub("_+", lambda gap: str(len(gap[0])), text).strip()
-
-
-def load_tokens(folder: Path) -> Tokens:
-    """The vocabulary of the model in a folder."""
-    config = read_config(folder)
-    name, size = config.get("mini_tokens", "bpe"), config.get("vocab_size", GptConfig.vocab_size)
-    if name == "chars":
-        with naming(folder / "alphabet.txt"):
-            tokens: Tokens = CharTokens((folder / "alphabet.txt").read_bytes().decode())
-    else:
-        tokens = LineTokens() if name == "lines" else BpeTokens(folder)
-    if tokens.size > size or (tokens.size < size and name != "bpe"):  # byte pairs may be padded
-        raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
-    return tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -601,6 +525,10 @@ def tables(columns: dict[str, Report]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
 
+# In the printed line of a step.
+SHOWN = [f"{name}/{kind}" for name in ("reward", "valid") for kind in KINDS]
+SHOWN += ["kl_exact", "kl_coef", "clip_share", "entropy", "zero_spread", "seconds"]
+
 
 def model_folder(folder: Path) -> Path:
     """A folder with a model, or the model's in a run's folder."""
@@ -619,20 +547,6 @@ def prepare(config: ChessOptions) -> tuple[GPT, ChessTask, Sampling]:
     if sampling.max_new_tokens >= model.config.n_positions:
         raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
     return model, ChessTask(tokens, config), sampling
-
-
-def step_line(number: int, steps: int, figures: Figures) -> str:
-    """One printed line for a step of GRPO."""
-
-    def by_task(kind: str) -> str:
-        return "  ".join(f"{task} {figures[name]:.2f}" for task in KINDS if (name := f"{kind}/{task}") in figures)
-
-    parts = " + ".join(f"{figures[f'seconds/{part}']:.1f} {part}" for part in ("generate", "score", "train"))
-    more = f"  kl {figures['kl_exact']:.4f} x {figures['kl_coef']:.4g}" if "kl_exact" in figures else ""
-    if "entropy" in figures:  # of what was trained on: not if all groups were flat
-        more += f"  clip {figures['clip_share']:.3f}  entropy {figures['entropy']:.3f}"
-    more += f"  no spread {figures['zero_spread']:.0%}  {figures['seconds']:.1f} s ({parts})"
-    return f"step {number:{len(str(steps))}}/{steps}  reward {by_task('reward')}  valid {by_task('valid')}{more}"
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
@@ -664,8 +578,8 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     learner = beginner(config.baseline_type)
     lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
              for name, told in blind.items() for kind in KINDS if kind in told}  # fmt: skip
-    flat = run.follow(learner, ({**figures, **lines} for figures in train(learner, task, config, sampling)),
-                      lambda figures: step_line(learner.step, config.steps, figures))  # fmt: skip
+    steps = ({**figures, **lines} for figures in train(learner, task, config, sampling))
+    flat = run.follow(learner, steps, shown=SHOWN)
     save_model(learner.model, task.tokens, run.folder / "model")
     reports = {**run.extra, "after": evaluate(learner.model, task, sampling)}
     if config.control:

@@ -34,17 +34,11 @@ from mini.model import GPT, Cache, Diverged, Rows, Sampling, generate, policy_lo
 # Loss, token by token
 
 
-def policy_loss(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """PPO's clipped objective, as a loss: (N, T) each -> (N, T)."""
+def policy_loss(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective, as a loss, and where clipping removes its gradient: (N, T) each -> (N, T) each."""
     ratio = (lp - old).exp()
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
-    return -torch.minimum(ratio * advantages, clipped * advantages)  # (1)
-
-
-def is_clipped(lp: Tensor, old: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """Where clipping removes the gradient: (N, T) of bool."""
-    ratio = (lp - old).exp()
-    return ((ratio > 1 + clip_range) & (advantages > 0)) | ((ratio < 1 - clip_range) & (advantages < 0))
+    free, clipped = ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
+    return -torch.minimum(free, clipped), clipped < free  # (1)
 
 
 def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
@@ -229,11 +223,11 @@ class Learner:
         torch.manual_seed(seed)
         self.model, self.reference = model, reference
         self.baseline, self.kl = baseline or Baseline(), kl or KlController(0.0)
-        self.value_head = None if value_lr is None else ValueHead(model.config.n_embd).to(model.device)
-        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": lr}]
-        if self.value_head:
-            groups.append({"params": list(self.value_head.parameters()), "lr": value_lr})
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.0)
+        self.value_head = None
+        if value_lr is not None:
+            self.value_head = ValueHead(model.config.n_embd).to(model.device)
+            self.optimizer.add_param_group({"params": self.value_head.parameters(), "lr": value_lr})
         self.rng = random.Random(f"prompts {seed}")
         self.generator = torch.Generator(model.device).manual_seed(seed)  # of sampling
         self.step, self.seconds = 0, 0.0
@@ -266,7 +260,7 @@ class Learner:
 
     def descend(self, max_grad_norm: float, real: bool = True) -> float:
         """One optimizer step, if the gradient is a real one.  Returns its norm; raises Diverged if it is not finite."""
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        trained = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         norm = nn.utils.clip_grad_norm_(trained, max_grad_norm).item()
         if not math.isfinite(norm):
             raise Diverged("gradient")
@@ -405,9 +399,9 @@ def update(
         lp, all_log_probs, hidden = score(learner.model, part, config.temperature)
         with torch.set_grad_enabled(config.entropy_coef > 0):
             spread = entropy(all_log_probs)
-        clipped = is_clipped(lp, was, advantage, config.clip_range)
+        loss, clipped = policy_loss(lp, was, advantage, config.clip_range)
         figures = {"clip_share": clipped, "entropy": spread}
-        loss = policy_loss(lp, was, advantage, config.clip_range) - config.entropy_coef * spread
+        loss = loss - config.entropy_coef * spread
         if config.kl_coef:
             figures["kl"], figures["kl_exact"] = divergence(learner, part, lp, all_log_probs, config)
             loss = loss + kl_coef * figures["kl"]  # (17)

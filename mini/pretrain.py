@@ -32,34 +32,12 @@ import chess.pgn
 import torch
 from torch.utils.data import DataLoader
 
-from mini.chess_lines import (
-    KINDS,
-    MOVE,
-    SHIPPED,
-    ChessTask,
-    Corpus,
-    Example,
-    Kind,
-    LineTokens,
-    best_first,
-    environment_line,
-    evaluate,
-    illegal_move,
-    load_tokens,
-    mirrored,
-    model_folder,
-    policy_line,
-    prepare,
-    prompts_of,
-    read_example,
-    self_play,
-    tables,
-    usual_held_out,
-)
+from mini import chess_lines, runs
+from mini.chess_lines import KINDS, SHIPPED, ChessTask, Corpus, Example, Kind, policy_line, prompts_of, usual_held_out
 from mini.config import DataConfig, PlayConfig, PretrainConfig
 from mini.grpo import Learner, likelihood_step, run_steps, score
 from mini.model import GPT, GptConfig, Sampling, generate
-from mini.runs import Figures, Run, Tokens, device_of, digest, load_model, naming, save_model, say, table, write
+from mini.runs import LineTokens, Run, Tokens, device_of, digest, load_tokens, naming, save_model, say, write
 from toolkit import UsageError
 
 MATE_EVAL = 99.99  # pawns
@@ -119,7 +97,7 @@ def analysed_lines(program: str, config: DataConfig) -> Iterator[str]:
     """P lines of positions from self-play, few per game so that they differ."""
     rng = random.Random(f"positions {config.seed}")
     with running(program) as engine:
-        for line in self_play(rng):
+        for line in chess_lines.self_play(rng):
             fen = line.removeprefix("A: ").partition("+")[0]
             if rng.random() < 0.1 and int(fen.split()[-1]) <= config.p_moves:
                 yield analysed(engine, fen, config, rng)[0]
@@ -135,12 +113,12 @@ def game_lines(program: str, config: DataConfig) -> Iterator[str]:
                 line, lines = analysed(engine, board.fen(), config, rng)
                 yield line
                 if rng.random() < ILLEGAL_SHARE:
-                    yield environment_line(board, illegal_move(board, rng), history)
+                    yield chess_lines.environment_line(board, chess_lines.illegal_move(board, rng), history)
                 weights = [math.exp(SHARPNESS * (value - lines[0][1])) for _, value in lines]
                 move = chess.Move.from_uci(rng.choices([move for move, _ in lines], weights)[0])
                 if rng.random() < BLUNDERS:
                     move = rng.choice([*board.legal_moves])
-                yield environment_line(board, move, history)
+                yield chess_lines.environment_line(board, move, history)
                 history.append(move.uci())
 
 
@@ -150,7 +128,7 @@ def data_command(config: DataConfig) -> dict[str, Any]:
     if config.game_lines and not program:
         raise UsageError("--game-lines needs stockfish: install it, or name it with --stockfish")
     kinds: dict[str, tuple[Iterable[str], int, str]] = {
-        "a.txt": (self_play(random.Random(f"games {config.seed}")), config.a_lines, "self-play"),
+        "a.txt": (chess_lines.self_play(random.Random(f"games {config.seed}")), config.a_lines, "self-play"),
         "p.txt": (SHIPPED.read_text().splitlines(), config.p_lines, "the shipped lines: no stockfish is installed"),
     }
     if program:
@@ -194,7 +172,7 @@ def take_out(lines: Lines, count: int, tokens: Tokens) -> dict[Kind, list[Exampl
     for kind in KINDS:
         for line in lines[kind][:: max(1, len(lines[kind]) // (2 * count))]:
             with contextlib.suppress(ValueError):
-                held_out[kind] += [read_example(line, tokens)] if len(held_out[kind]) < count else []
+                held_out[kind] += [chess_lines.read_example(line, tokens)] if len(held_out[kind]) < count else []
     return held_out
 
 
@@ -208,11 +186,11 @@ def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: Pretrain
         if misses > 10_000:
             raise UsageError(f"{config.data}: no {kind} line is left to train on: lower --held-out {config.held_out}")
         try:
-            example = read_example(rng.choice(lines[kind]), tokens)
+            example = chess_lines.read_example(rng.choice(lines[kind]), tokens)
         except ValueError:  # another one is drawn
             continue
         if kind == "P":
-            example = best_first(mirrored(example) if rng.random() < 0.5 else example)
+            example = chess_lines.best_first(chess_lines.mirrored(example) if rng.random() < 0.5 else example)
         if example.prompt not in held_out:
             items.append(example)
             misses = 0
@@ -224,7 +202,7 @@ def held_out_loss(model: GPT, task: ChessTask) -> dict[str, float]:
     """Nats for each character of the right answers, so models with different tokens compare."""
     figures = {}
     for kind in KINDS:
-        items, nats = [best_first(e) if kind == "P" else e for e in task.corpus.held_out[kind]], 0.0
+        items, nats = [chess_lines.best_first(e) if kind == "P" else e for e in task.corpus.held_out[kind]], 0.0
         for i in range(0, len(items), 32):
             nats -= score(model, task.rows(items[i : i + 32], model.device), 1.0)[0].sum().item()
         figures[f"nats a character, {kind}"] = nats / sum(len(item.answer) + 1 for item in items)
@@ -232,9 +210,9 @@ def held_out_loss(model: GPT, task: ChessTask) -> dict[str, float]:
 
 
 def pretraining(
-    learner: Learner, draw: Callable[[int], list[Example]], task: ChessTask, config: PretrainConfig
+    learner: Learner, draw: Callable[[int], list[Example]], task: ChessTask, config: PretrainConfig, curve: list[Any]
 ) -> Iterator[dict[str, float]]:
-    """Supervised steps; every --eval-steps and at the end also the held-out loss.
+    """Supervised steps; every --eval-steps and at the end also the held-out loss, which goes to the curve.
 
     The loader's workers read the coming steps' lines while a GPU computes.
     """
@@ -252,13 +230,15 @@ def pretraining(
     for figures in run_steps(
         learner, lambda: likelihood_step(learner, next(coming)), config.steps, warmup=WARM_UP, decay=config.lr_decay
     ):
-        last = learner.step == config.steps
-        yield figures | (held_out_loss(learner.model, task) if last or learner.step % config.eval_steps == 0 else {})
+        if learner.step == config.steps or learner.step % config.eval_steps == 0:
+            figures |= held_out_loss(learner.model, task)
+            curve.append({"step": learner.step, **figures, "seconds": learner.seconds})
+        yield figures
 
 
 def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     """Train a new model; write it in 16 bits; report on held-out lines of the corpus and of the chess job."""
-    run, tokens, start = Run(config), LineTokens(), config.init and model_folder(config.init)
+    run, tokens, start = Run(config), LineTokens(), config.init and chess_lines.model_folder(config.init)
     if start and load_tokens(start).name != tokens.name:
         raise UsageError(f"{start} has other tokens than chess lines: name a model that pretrain made")
     lines = read_lines(config.data)
@@ -268,31 +248,22 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 on a GPU
     shape = GptConfig(config.n_layer, config.n_head, config.n_embd, POSITIONS, tokens.size)
-    model = load_model(start) if start else GPT(shape)
+    model = runs.load_model(start) if start else GPT(shape)
     model.to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, on {model.device}")
     learner = Learner(model, model, config.lr, config.seed)
     run.begin(model)
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 
-    def line(figures: Figures) -> str | None:
-        if held_out := {name: value for name, value in figures.items() if name.startswith("nats")}:
-            curve.append({"step": learner.step, "loss": figures["loss"], "seconds": learner.seconds, **held_out})
-        elif learner.step % 100:
-            return None
-        shown = "".join(f"  {name} {value:.4f}" for name, value in held_out.items())
-        said = f"step {learner.step}/{config.steps}  loss {figures['loss']:.4f}{shown}"
-        return f"{said}  {learner.tokens / learner.seconds:.0f} tokens a processor second"
-
-    run.follow(learner, pretraining(learner, draw, task, config), line)
+    run.follow(learner, pretraining(learner, draw, task, config, curve), math.gcd(100, config.eval_steps))
     save_model(model, tokens, run.folder / "model", torch.float16)
-    model = load_model(run.folder / "model").to(model.device)  # what is reported is what was written
+    model = runs.load_model(run.folder / "model").to(model.device)  # what is reported is what was written
     reports = {}
     for name, part in (("the corpus", task), ("the chess job", usual)):
         for how, temperature in (("", config.temperature), (", likeliest", 0.0)):
             sampling = Sampling(temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
-            reports[name + how] = evaluate(model, part, sampling)
-    say(tables(reports))
+            reports[name + how] = chess_lines.evaluate(model, part, sampling)
+    say(chess_lines.tables(reports))
     say(f"{run.folder / 'model'}: the weights, SHA-256 {digest(run.folder / 'model')}")
     return {**reports, "curve": curve, **run.result(learner)}
 
@@ -310,7 +281,7 @@ def answered_move(board: chess.Board, answer: str) -> chess.Move | None:
     """The best move of a P answer, or the first of its list that is legal; None if none is."""
     listed, _, best = answer.partition(" B:")
     legal = {move.uci(): move for move in board.legal_moves}
-    return next((legal[move] for move in re.findall(MOVE, best) + re.findall(MOVE, listed) if move in legal), None)
+    return next((legal[move] for move in re.findall(chess_lines.MOVE, best + listed) if move in legal), None)
 
 
 def opening(rng: random.Random) -> chess.Board:
@@ -327,60 +298,59 @@ class Match:
 
     board: chess.Board
     colour: chess.Color  # the model's
+    result: str = ""  # while it goes on
+    why: str = ""
 
-    def end(self) -> tuple[str, str] | None:
-        """The result and its reason; None if the game goes on."""
+    def push(self, move: chess.Move | None) -> None:
+        """Play a move, and end the game where it has ended; who names no move has lost."""
+        if move is None:
+            self.result, self.why = "0-1" if self.board.turn == chess.WHITE else "1-0", NO_MOVE
+            return
+        self.board.push(move)
         if outcome := self.board.outcome(claim_draw=True):
-            return outcome.result(), outcome.termination.name.lower().replace("_", " ")
-        return ("1/2-1/2", "too long") if self.board.ply() >= PLIES else None
+            self.result, self.why = outcome.result(), outcome.termination.name.lower().replace("_", " ")
+        elif self.board.ply() >= PLIES:
+            self.result, self.why = "1/2-1/2", "too long"
 
-    def result(self) -> tuple[str, str]:
-        """The same of a game that has ended: who had a move to play and named none has lost."""
-        return self.end() or ("0-1" if self.board.turn == chess.WHITE else "1-0", NO_MOVE)
+    @property
+    def score(self) -> str:
+        """Won, drawn or lost, for the model."""
+        return {"1/2-1/2": "drawn", "1-0" if self.colour == chess.WHITE else "0-1": "won"}.get(self.result, "lost")
 
 
 def play_matches(model: Choose, opponent: Choose, count: int, rng: random.Random) -> list[Match]:
     """Finished games, played side by side: each opening with both colours."""
     openings = [opening(rng) for _ in range((count + 1) // 2)]
     matches = [Match(board.copy(), colour) for board in openings for colour in chess.COLORS][:count]
-    going = matches
-    while going:
-        ours = [match for match in going if match.board.turn == match.colour]
-        theirs = [match for match in going if match.board.turn != match.colour]
-        going = []
+    while going := [match for match in matches if not match.result]:
+        ours, theirs = ([m for m in going if (m.board.turn == m.colour) is mine] for mine in (True, False))
         for choose, turn in ((model, ours), (opponent, theirs)):
             moves = choose([match.board for match in turn]) if turn else []
             for match, move in zip(turn, moves, strict=True):
-                if move is not None:
-                    match.board.push(move)
-                    going += [] if match.end() else [match]
+                match.push(move)
     return matches
 
 
 def pgn(match: Match, opponent: str) -> str:
     """A game in PGN."""
     game, names = chess.pgn.Game.from_board(match.board), ("mini", opponent)
-    result, why = match.result()
     white, black = names if match.colour == chess.WHITE else names[::-1]
-    game.headers.update(Event="python -m mini play", White=white, Black=black, Result=result, Termination=why)
+    headers = {"White": white, "Black": black, "Result": match.result, "Termination": match.why}
+    game.headers.update(Event="python -m mini play", **headers)
     return f"{game}\n\n"
 
 
 def scores(matches: Sequence[Match]) -> dict[str, float]:
     """Shares of games that the model won, drew and lost, and of those lost because it named no legal move."""
-    counts = Counter[str]()
-    for match in matches:
-        result, why = match.result()
-        win = "1-0" if match.colour == chess.WHITE else "0-1"
-        counts["drawn" if result == "1/2-1/2" else "won" if result == win else "lost"] += 1
-        counts["no move"] += why == NO_MOVE
+    counts = Counter(match.score for match in matches)
+    counts["no move"] = sum(match.why == NO_MOVE for match in matches)
     return {name: counts[name] / len(matches) for name in SCORES}
 
 
 def play_command(config: PlayConfig) -> dict[str, Any]:
     """Play, write the games, print a table."""
     began, program = time.perf_counter(), find_stockfish(config.stockfish)
-    model, task, sampling = prepare(config)
+    model, task, sampling = chess_lines.prepare(config)
     rng, generator = random.Random(config.seed), torch.Generator(model.device).manual_seed(config.seed)
 
     def answer(boards: Sequence[chess.Board]) -> list[chess.Move | None]:
@@ -397,6 +367,6 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
         played = {name: play_matches(answer, opponent, config.games, rng) for name, opponent in opponents.items()}
     reports = {name: scores(matches) for name, matches in played.items()}
     write(config.out, "".join(pgn(match, name) for name, matches in played.items() for match in matches))
-    say(table(f"{config.games} games each", SCORES, reports))
+    say(runs.table(f"{config.games} games each", SCORES, reports))
     say(f"{config.out}: the games" + ("" if program else "; no stockfish is installed"))
     return {**reports, "seconds": time.perf_counter() - began}

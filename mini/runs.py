@@ -1,4 +1,4 @@
-"""What is on disk: a run's folder, checkpoints, curves, and models in Hugging Face's format.
+"""What is on disk: a run's folder, checkpoints, curves, vocabularies, and models in Hugging Face's format.
 
 Every file is written whole under another name, flushed, then renamed: a run that is killed leaves the last good state.
 """
@@ -12,12 +12,12 @@ import io
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import safetensors.torch
 import torch
@@ -128,8 +128,13 @@ class Run:
                                  f"not {self.settings[name]}")  # fmt: skip
         return state
 
-    def follow(self, learner: Learner, steps: Iterable[Figures], line: Callable[[Figures], str | None]) -> str | None:
-        """Train to the end: curves, printed lines, checkpoints.  Returns why there was nothing left to learn, if so."""
+    def follow(
+        self, learner: Learner, steps: Iterable[Figures], every: int = 1, shown: Sequence[str] = ()
+    ) -> str | None:
+        """Train to the end: curves, checkpoints, and every so many steps a line with the figures `shown`, or with all.
+
+        Returns why there was nothing left to learn, if so.
+        """
         if self.checkpoint:
             with naming(self.saved):
                 learner.restore(self.checkpoint)
@@ -138,8 +143,9 @@ class Run:
             with curves(self.config.track, self.folder, self.settings, learner.step) as draw:
                 for figures in steps:
                     draw(learner.step, figures)
-                    if text := line(figures):
-                        say(text)
+                    if learner.step % every == 0 or learner.step == self.config.steps:
+                        told = (f"  {name} {figures[name]:.4g}" for name in shown or figures if name in figures)
+                        say(f"step {learner.step}/{self.config.steps}" + "".join(told))
                     if learner.flat >= patience:
                         break
                     if learner.step == 1 or learner.step % self.config.save_steps == 0:
@@ -214,24 +220,11 @@ def device_of(name: str) -> torch.device:
 END = "<|endoftext|>"  # before and after each document
 
 
-class Tokens(Protocol):
-    """The interface of a vocabulary; mini/chess_lines.py has one more."""
-
-    end: int  # id of END
-    size: int
-    name: str  # of the kind
-    files: dict[str, bytes]  # what a folder needs to have it
-    longest: int  # the most tokens of an answer, with its end token
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text.  Raises ValueError if it has no tokens for it."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of any ids, sensible or not."""
-
-
 class CharTokens:
-    """One token per character of a text, in code point order.  A text does not end, so no token ends it."""
+    """One token per character of a text, in code point order.  A text does not end, so no token ends it.
+
+    Each vocabulary has a name, the id `end` of END, a size, the most tokens of an answer, and files for a folder.
+    """
 
     name, longest, end = "chars", 64, -1
 
@@ -281,12 +274,56 @@ class BpeTokens:
 
     def decode(self, ids: list[int]) -> str:
         """Invalid UTF-8 becomes U+FFFD, as do ids beyond the vocabulary, which a padded head can produce."""
-        runs = groupby(ids, key=lambda i: i < self.size)
-        return "".join(
-            self._bpe.decode([*run], skip_special_tokens=False) if known else "\N{REPLACEMENT CHARACTER}" * len([*run])
-            for known, run in runs
-        )
+        invalid = self._bpe.token_to_id("\N{LATIN SMALL LETTER Y WITH DIAERESIS}")  # how the byte 255 is spelled
+        text: str = self._bpe.decode([i if i < self.size else invalid for i in ids], skip_special_tokens=False)
+        return text
 
+
+class LineTokens:
+    """Characters of P and A lines, with a token for each empty square, each named square and a number's decimals.
+
+    Each field of a position has its full width, and a history its ten moves, so a square, a clock's last digit and the
+    last move always have the same place; `decode` takes the filling out.  Ruoss et al. (2024) spell positions like
+    this.  Repeated blanks become single ones.
+    """
+
+    name, end, files = "lines", 0, dict[str, bytes]()
+    longest = 98  # a position, its reward and flags, END
+    FEN = re.compile(r"((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+) ([wb]) (-|K?Q?k?q?) (-|[a-h][36]) (\d+) (\d+)")
+    HISTORY = re.compile(r"\+([^+]*)\+$")  # at the end of an A prompt
+    TOKEN = re.compile(r"[AP]: |M:| [EB]:| ?[a-h][1-8]| [wb]|\.\d\d|.")
+    VOCABULARY = (
+        END, *"_~pnbrqkPNBRQK/ w-acdefgh0123456789+.", "A: ", "P: ", "M:", " E:", " B:", " w", " b",
+        *(blank + file + rank for blank in ("", " ") for file in "abcdefgh" for rank in "12345678"),
+        *(f".{number:02}" for number in range(100)),
+    )  # fmt: skip
+    size = len(VOCABULARY)
+    IDS: ClassVar = {token: i for i, token in enumerate(VOCABULARY)}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt or an answer, without the end token."""
+
+        def widen(fen: re.Match[str]) -> str:
+            board, side, castling, passing, *clocks = fen.groups()
+            board = re.sub(r"\d", lambda digit: "_" * int(digit[0]), board)
+            passing += "~" if passing == "-" else "~~"  # a blank and a dash are two tokens, a square with its blank one
+            return f"{board} {side} {castling:~<4} {passing}" + "".join(f" {clock:~>3}" for clock in clocks)
+
+        text = " ".join(text.split())
+        if text.startswith("A:"):  # a move is two tokens
+            text = self.HISTORY.sub(lambda moves: f"+{'~' * (20 - 2 * len(moves[1].split()))}{moves[1]}+", text)
+        try:
+            return [self.IDS[token] for token in self.TOKEN.findall(self.FEN.sub(widen, text))]
+        except KeyError as unknown:
+            raise ValueError(f"no chess token for {unknown.args[0]!r} in {text!r}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """The tokens one after the other, without filling, and with each row of empty squares as its number."""
+        text = "".join(self.VOCABULARY[i] for i in ids).replace("~", "")
+        return re.sub("_+", lambda gap: str(len(gap[0])), text).strip()
+
+
+Tokens = CharTokens | BpeTokens | LineTokens
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored as (in, out), as in the TensorFlow original
 SKIPPED = (".attn.bias", ".attn.masked_bias")  # causal masks in old files
@@ -318,6 +355,20 @@ def load_model(folder: Path) -> GPT:
         model = GPT(shape)
         model.load_state_dict(from_published(tensors))
     return model
+
+
+def load_tokens(folder: Path) -> Tokens:
+    """The vocabulary of the model in a folder."""
+    config = read_config(folder)
+    name, size = config.get("mini_tokens", "bpe"), config.get("vocab_size", GptConfig.vocab_size)
+    if name == "chars":
+        with naming(folder / "alphabet.txt"):
+            tokens: Tokens = CharTokens((folder / "alphabet.txt").read_bytes().decode())
+    else:
+        tokens = LineTokens() if name == "lines" else BpeTokens(folder)
+    if tokens.size > size or (tokens.size < size and name != "bpe"):  # byte pairs may be padded
+        raise UsageError(f"{folder}: a vocabulary of {tokens.size} tokens, but a model of {size}")
+    return tokens
 
 
 def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

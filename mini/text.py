@@ -199,7 +199,7 @@ def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
     advantages = group_advantages(learner, rewards, config.k_samples)
     kl_coef = grpo.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
     kl = divergence(learner, rollouts.rows, rollouts.log_probs).mean()
-    loss = grpo.policy_loss(lp, lp.detach(), advantages, config.clip_range).mean() + kl_coef * kl  # (20)
+    loss = grpo.policy_loss(lp, lp.detach(), advantages, config.clip_range)[0].mean() + kl_coef * kl  # (20)
     loss.backward()
     learner.tokens += lp.numel()
     learner.flat = 0 if advantages.any() else learner.flat + 1
@@ -232,14 +232,13 @@ def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
         lp = log_probs.gather(2, rollouts.chosen[chosen])  # (r, T, A)
         kl = divergence(learner, rows, log_probs).mean()
         value_loss = ((learner.value_head(hidden)[:, :, None] - returns[chosen]) ** 2).mean()
-        policy = grpo.policy_loss(lp, old[chosen], advantages[chosen], config.clip_range).mean()
-        loss = policy + kl_coef * kl + config.value_loss_coef * value_loss
+        policy, clipped = grpo.policy_loss(lp, old[chosen], advantages[chosen], config.clip_range)
+        loss = policy.mean() + kl_coef * kl + config.value_loss_coef * value_loss
         loss.backward()
-        clipped = grpo.is_clipped(lp, old[chosen], advantages[chosen], config.clip_range).float().mean()
-        figures = {"loss": loss.item(), "value_loss": value_loss.item(), "kl": kl.item(), "clip_share": clipped.item()}
-        figures["grad_norm"] = learner.descend(config.max_grad_norm)
-        for name, value in figures.items():
-            sums[name] += value / len(parts)
+        figures = {"loss": loss, "value_loss": value_loss, "kl": kl, "clip_share": clipped.float()}
+        for name, values in figures.items():
+            sums[name] += values.mean().item() / len(parts)
+        sums["grad_norm"] += learner.descend(config.max_grad_norm) / len(parts)
     learner.tokens += old.numel()
     return sums | {"reward": rewards.mean().item(), "kl_coef": kl_coef}
 
@@ -418,11 +417,7 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     kl, critic_lr = grpo.KlController(config.kl_coef), config.critic_lr if config.algo == "ppo" else None
     learner = Learner(copy.deepcopy(start), reference, config.lr, config.seed, value_lr=critic_lr, kl=kl)
 
-    def line(figures: Figures) -> str | None:
-        said = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        return None if learner.step % config.log_steps else f"step {learner.step}  {said}"
-
-    flat = run.follow(learner, learn(learner, corpus, config), line)
+    flat = run.follow(learner, learn(learner, corpus, config), config.log_steps)
     after = evaluate(learner.model, corpus, config) | generation_report(learner.model, corpus, config)
     if config.control and config.algo in ("grpo", "ppo"):
         say(f"likelihood from the same start, for as long: {learner.seconds:.0f} s (--no-control: without)")

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 import mini.__main__
-from mini.chess_lines import LineTokens
 from mini.model import GPT, GptConfig
-from mini.runs import save_model
+from mini.runs import LineTokens, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GptConfig(n_layer=2, n_head=4, n_embd=32, n_positions=64, vocab_size=50)

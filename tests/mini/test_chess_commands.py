@@ -17,9 +17,9 @@ import torch
 import mini.__main__
 import mini.chess_lines
 from mini.chess_lines import (
+    SHOWN,
     ChessTask,
     Example,
-    LineTokens,
     Verdict,
     build_corpus,
     controls,
@@ -39,7 +39,7 @@ from mini.config import (
     TextConfig,
 )
 from mini.model import GPT, GptConfig, Sampling
-from mini.runs import BpeTokens
+from mini.runs import BpeTokens, LineTokens
 from tests.helpers import run_python
 from tests.mini.helpers import run_mini, untrained
 from toolkit import UsageError
@@ -198,8 +198,8 @@ def test_chess_reports_before_and_after(chess_run: Trained) -> None:
     assert 0 < told["train_seconds"] < told["seconds"]
     steps = [line for line in said.splitlines() if line.startswith("step ")]
     assert len(steps) == told["steps"] == STEPS
-    for word in ("reward P", "valid P", "kl", "clip", "entropy", "no spread", "generate", "score", "train"):
-        assert word in steps[0]
+    for name in SHOWN:
+        assert f"  {name} " in steps[0]
 
 
 def test_init_of_a_small_model_has_the_small_models_rate(chess_run: Trained) -> None:

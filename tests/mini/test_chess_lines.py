@@ -18,7 +18,6 @@ from mini.chess_lines import (
     SHIPPED,
     Example,
     Kind,
-    LineTokens,
     best_first,
     environment_line,
     illegal_move,
@@ -36,6 +35,7 @@ from mini.chess_lines import (
 )
 from mini.config import DataConfig, Shaping
 from mini.pretrain import analysed_lines, data_command, find_stockfish, game_lines
+from mini.runs import LineTokens
 from tests.mini.helpers import fake_engine
 from toolkit import UsageError
 

@@ -41,22 +41,24 @@ def test_each_opening_is_played_with_both_colours_and_to_an_end() -> None:
     assert [match.colour for match in matches] == [chess.WHITE, chess.BLACK] * 3
     for white, black in zip(matches[::2], matches[1::2], strict=True):
         assert white.board.move_stack == black.board.move_stack  # both sides play alike here
-        assert white.end() is not None
+        assert white.why not in ("", NO_MOVE)
     assert scores(matches)["no move"] == 0
 
 
 def test_who_names_no_legal_move_has_lost() -> None:
     matches = play_matches(none, first, 4, random.Random(1))
-    assert {match.result() for match in matches} == {("0-1", NO_MOVE), ("1-0", NO_MOVE)}
+    assert {(match.result, match.why) for match in matches} == {("0-1", NO_MOVE), ("1-0", NO_MOVE)}
     assert scores(matches) == {"won": 0, "drawn": 0, "lost": 1, "no move": 1}
     assert scores(play_matches(first, none, 4, random.Random(1))) == {"won": 1, "drawn": 0, "lost": 0, "no move": 1}
 
 
 def test_a_game_in_pgn() -> None:
     board = chess.Board()
-    for move in FOOLS_MATE:
-        board.push_uci(move)
+    *moves, last = map(chess.Move.from_uci, FOOLS_MATE)
+    for move in moves:
+        board.push(move)
     match = Match(board, chess.BLACK)
+    match.push(last)
     game = chess.pgn.read_game(io.StringIO(pgn(match, "random moves")))
     assert game is not None
     assert game.end().board() == board

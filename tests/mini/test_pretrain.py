@@ -17,9 +17,7 @@ from mini.chess_lines import (
     SHIPPED,
     ChessTask,
     Corpus,
-    LineTokens,
     best_first,
-    load_tokens,
     parse_line,
     prompts_of,
     self_play,
@@ -28,7 +26,7 @@ from mini.chess_lines import (
 from mini.config import ChessConfig, EvalConfig, PretrainConfig
 from mini.model import GPT, GptConfig, Sampling, generate
 from mini.pretrain import POSITIONS, documents, held_out_loss, read_lines, take_out
-from mini.runs import digest, load_model
+from mini.runs import LineTokens, digest, load_model, load_tokens
 from tests.mini.helpers import run_mini
 from toolkit import UsageError
 

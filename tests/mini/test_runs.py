@@ -19,11 +19,10 @@ import safetensors.torch
 import torch
 
 import mini.text
-from mini.chess_lines import LineTokens, load_tokens
 from mini.config import RunOptions, TextConfig
 from mini.grpo import Learner
 from mini.model import Diverged
-from mini.runs import Run, curves, load_model, read_state, save_model, write
+from mini.runs import LineTokens, Run, curves, load_model, load_tokens, read_state, save_model, write
 from tests.mini.helpers import ROOT, run_mini, small_model
 from toolkit import UsageError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mini.chess_lines import SHIPPED, LineTokens, load_tokens, parse_line, self_play
+from mini.chess_lines import SHIPPED, parse_line, self_play
 from mini.model import GPT, GptConfig
-from mini.runs import END, BpeTokens, save_model
+from mini.runs import END, BpeTokens, LineTokens, load_tokens, save_model
 from toolkit import UsageError
 
 
