@@ -436,47 +436,40 @@ class ChessTask:
 # ---------------------------------------------------------------------------------------------------------------------
 # Held-out report, and the controls beside it
 
-Report = dict[str, Any]
+Report = dict[str, Any]  # of one task, from its held-out prompts
 
 
-def report(verdicts: Sequence[Verdict], task: ChessTask) -> dict[str, float | None]:
-    """Means over held-out prompts; None where no prompt applies.  An invalid answer has similarity 0."""
-
-    def mean(values: Sequence[float]) -> float | None:
-        return sum(values) / len(values) if values else None
-
-    scores = {kind: [v.scores for v in verdicts if v.kind == kind] for kind in KINDS}
-    listed, legal = sum(v.listed for v in verdicts), sum(v.legal for v in verdicts)
-    return {
-        "reward": mean([shaped(verdict, task.shaping) for verdict in verdicts]),
-        "validity": mean([float(verdict.valid) for verdict in verdicts]),
-        "exact_fen": mean([float(score.get("fen") == 1) for score in scores["A"]]),
-        "fen_similarity": mean([score.get("fen", 0.0) for score in scores["A"]]),
-        "best_move": mean([score.get("best", 0.0) for score in scores["P"]]),
-        "legal": legal / listed if listed else None,
-        "king": sum(verdict.kings for verdict in verdicts) / legal if legal else None,
-        "moves": listed / len(scores["P"]) if listed else None,
-    }
+def report(verdicts: Sequence[Verdict], shaping: Shaping) -> Report:
+    """Means over the verdicts on one task; None where none applies.  An invalid answer has similarity 0."""
+    n, fens = len(verdicts), [verdict.scores.get("fen", 0.0) for verdict in verdicts]
+    means = {"reward": sum(shaped(verdict, shaping) for verdict in verdicts) / n,
+             "validity": sum(verdict.valid for verdict in verdicts) / n}  # fmt: skip
+    if verdicts[0].kind == "A":
+        return {**means, "exact_fen": fens.count(1) / n, "fen_similarity": sum(fens) / n}
+    listed, legal, kings = (
+        sum(getattr(verdict, name) for verdict in verdicts) for name in ("listed", "legal", "kings")
+    )
+    best = sum(verdict.scores.get("best", 0.0) for verdict in verdicts) / n
+    shares = {"legal": legal / listed if listed else None, "king": kings / legal if legal else None}
+    return {**means, **shares, "moves": listed / n if listed else None, "best_move": best}
 
 
-def report_on(answers: dict[Kind, list[str]], task: ChessTask) -> Report:
-    """The report on one answer for each held-out prompt, over all tasks and for each."""
-    judged = {kind: [task.judge(item, text) for item, text in zip(task.corpus.held_out[kind], texts, strict=True)]
-              for kind, texts in answers.items()}  # fmt: skip
-    by_task: Report = {kind: report(verdicts, task) for kind, verdicts in judged.items()}
-    return {**report([verdict for verdicts in judged.values() for verdict in verdicts], task), **by_task}
+def report_on(kind: Kind, answers: Sequence[str], task: ChessTask) -> Report:
+    """The report on one answer for each of a task's held-out prompts."""
+    asked = zip(task.corpus.held_out[kind], answers, strict=True)
+    return report([task.judge(item, answer) for item, answer in asked], task.shaping)
 
 
-def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> Report:
-    """One sampled answer per held-out prompt, with the same random numbers every time."""
-    generator = torch.Generator(model.device).manual_seed(0)
-    answers: dict[Kind, list[str]] = {"P": [], "A": []}
+def evaluate(model: GPT, task: ChessTask, sampling: Sampling) -> dict[str, Report]:
+    """By task: one sampled answer per held-out prompt, with the same random numbers every time."""
+    generator, reports = torch.Generator(model.device).manual_seed(0), dict[str, Report]()
     for kind in KINDS:
-        prompts = [task.prompt_ids(item) for item in task.corpus.held_out[kind]]
+        prompts, answers = [task.prompt_ids(item) for item in task.corpus.held_out[kind]], list[str]()
         for i in range(0, len(prompts), 32):
             rows, _ = generate(model, prompts[i : i + 32], 1, sampling, task.end, generator)
-            answers[kind] += [task.tokens.decode(row) for (row,) in rows.answers(task.end)]
-    return report_on(answers, task)
+            answers += [task.tokens.decode(row) for (row,) in rows.answers(task.end)]
+        reports[kind] = report_on(kind, answers, task)
+    return reports
 
 
 def listed(moves: Sequence[str]) -> str:
@@ -484,7 +477,7 @@ def listed(moves: Sequence[str]) -> str:
     return f"M: {' '.join(moves)} E: {' '.join(['0.00'] * len(moves))} B: {moves[0]}"
 
 
-def controls(task: ChessTask) -> dict[str, Report]:
+def controls(task: ChessTask) -> dict[str, dict[str, Report]]:
     """What needs no learning, on the held-out prompts: answers that ignore the prompt or copy it, and legal moves."""
     corpus, rng, goes_on = task.corpus, random.Random(0), f"+{ONGOING}+0+0"
     boards = ["8/8/8/8/8/8/8/8", "4k3/8/8/8/8/8/8/4K3", chess.STARTING_BOARD_FEN]  # the second is the average board
@@ -501,8 +494,8 @@ def controls(task: ChessTask) -> dict[str, Report]:
     def other_side(fen: str) -> str:
         return re.sub(" [wb] ", " b " if " w " in fen else " w ", fen, count=1)
 
-    def best(kind: Kind, *tried: list[str]) -> Report:
-        return max((report_on({kind: answers}, task) for answers in tried), key=lambda told: told["reward"])
+    def best(kind: Kind, *tried: list[str]) -> dict[str, Report]:
+        return {kind: max((report_on(kind, answers, task) for answers in tried), key=lambda told: told["reward"])}
 
     moved, asked = corpus.held_out["A"], corpus.held_out["P"]
     return {
@@ -514,12 +507,10 @@ def controls(task: ChessTask) -> dict[str, Report]:
     }
 
 
-def tables(columns: dict[str, Report]) -> str:
+def tables(columns: dict[str, dict[str, Report]]) -> str:
     """A table for each task."""
-    names = {"A": ("reward", "validity", "exact_fen", "fen_similarity"),
-             "P": ("reward", "validity", "legal", "king", "moves", "best_move")}  # fmt: skip
-    parts = {kind: {label: told[kind] for label, told in columns.items() if kind in told} for kind in names}
-    return "\n".join(table(kind, names[kind], parts[kind]) for kind in names)
+    parts = {kind: {label: told[kind] for label, told in columns.items() if kind in told} for kind in ("A", "P")}
+    return "\n".join(table(kind, list(next(iter(rows.values()))), rows) for kind, rows in parts.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -305,48 +305,37 @@ def learn(learner: Learner, corpus: Corpus, config: TextConfig) -> Iterator[Figu
 Report = dict[str, Any]
 
 
-def judged(log_probs: Tensor, right: Tensor) -> Tensor:
-    """For each right id (...): its log-probability in (..., V), and 1 if it is the likeliest, otherwise 0: (m, 2)."""
-    lp = log_probs.gather(-1, right[..., None])[..., 0]
-    return torch.stack((lp, (log_probs.argmax(-1) == right).float()), -1).flatten(0, -2)
-
-
-def summary(tokens: Tensor, right: Tensor, corpus: Corpus) -> Report:
-    """From judged tokens (m, 2) and their ids: bits per character, share and mean probability of right tokens."""
-    lp, likeliest = tokens.unbind(1)
-    bits = -lp.sum().item() / math.log(2) / len(corpus.tokens.decode(right.flatten().tolist()))
-    return {"bits": bits, "right": likeliest.mean().item(), "p_right": lp.exp().mean().item()}
-
-
-@torch.no_grad()
-def next_token_report(model: LanguageModel, windows: Tensor, corpus: Corpus) -> Report:
-    """The summary over all tokens of the windows (N, 1 + T)."""
-    tokens = [judged(score(model, whole_rows(part), 1.0)[1], part[:, 1:]) for part in windows.split(16)]
-    return summary(torch.cat(tokens), windows[:, 1:], corpus)
-
-
-@torch.no_grad()
-def unmasking_report(model: GPT | Counts, windows: Tensor, corpus: Corpus, config: TextConfig) -> Report:
-    """The summary over masked tokens of the windows (N, T), the same for every model.
+def guesses_at_gaps(model: LanguageModel, windows: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (m, V) at masked tokens of the windows (N, T), the same for every model, and right ids (m,).
 
     A counting model predicts a masked token from its left neighbour, which it is given even where that is masked too.
     """
     generator = torch.Generator(windows.device).manual_seed(0)
-    hidden = torch.rand(windows.shape, generator=generator, device=windows.device) < config.mask_share
+    hidden = torch.rand(windows.shape, generator=generator, device=windows.device) < share
     hidden[:, 0] = False  # it has no left neighbour
     if isinstance(model, GPT):
         log_probs = fill(model, windows.masked_fill(hidden, model.config.vocab_size - 1), hidden)
     else:
         log_probs = model.logits(model(windows.roll(1, 1)[hidden][None], hidden))[0]
-    return summary(judged(log_probs, windows[hidden]), windows[hidden], corpus)
+    return log_probs, windows[hidden]
 
 
-def evaluate(model: GPT | Counts, corpus: Corpus, config: TextConfig) -> Report:
-    """A model on the held-out windows: next tokens, or for denoise masked ones."""
+@torch.no_grad()
+def evaluate(model: LanguageModel, corpus: Corpus, config: TextConfig) -> Report:
+    """Bits per character, share and mean probability of right tokens, in held-out windows; for denoise, masked ones."""
     windows = corpus.held_out_windows(config.horizon, config.held_out)
     if config.algo == "denoise":
-        return unmasking_report(model, windows, corpus, config)
-    return next_token_report(model, windows, corpus)
+        guesses = iter([guesses_at_gaps(model, windows, config.mask_share)])
+    else:  # a few at a time, because a vocabulary can be large
+        guesses = ((score(model, whole_rows(part), 1.0)[1], part[:, 1:]) for part in windows.split(16))
+    found, ids = list[Tensor](), list[int]()
+    for log_probs, right in guesses:
+        lp, likeliest = log_probs.gather(-1, right[..., None])[..., 0], log_probs.argmax(-1) == right
+        found.append(torch.stack((lp, lp.exp(), likeliest)).flatten(1))
+        ids += right.flatten().tolist()
+    lp, p, likeliest = torch.cat(found, 1)
+    bits = -lp.sum().item() / math.log(2) / len(corpus.tokens.decode(ids))
+    return {"bits": bits, "right": likeliest.mean().item(), "p_right": p.mean().item()}
 
 
 def generation_report(model: GPT, corpus: Corpus, config: TextConfig) -> Report:

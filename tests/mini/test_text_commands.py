@@ -18,7 +18,7 @@ from mini.config import TextConfig, text_defaults
 from mini.grpo import supervised
 from mini.model import GPT, GptConfig, Rows
 from mini.runs import CharTokens
-from mini.text import STEPS, Corpus, Report, collapse, generation_report, next_token_report, summary
+from mini.text import STEPS, Corpus, Counts, Report, collapse, evaluate, generation_report
 from tests.mini.helpers import run_mini
 
 SHAPE = "--n-layer 1 --n-head 2 --n-embd 16 --horizon 8 --latent 4"
@@ -66,10 +66,14 @@ def test_byte_pairs_are_reported_by_the_character(
 
 def test_bits_per_character_by_hand() -> None:
     """Four tokens with chances of a half, a quarter, an eighth and 1: 1 + 2 + 3 + 0 bits of four characters."""
-    corpus = Corpus(CharTokens("ab"), torch.zeros(1), torch.zeros(1))
-    tokens = torch.tensor([[math.log(p), p > 0.4] for p in (0.5, 0.25, 0.125, 1.0)])
+    corpus = Corpus(CharTokens("ab"), torch.zeros(1), torch.tensor([0, 0, 1, 1, 0]))
+
+    class Table(Counts):
+        def logits(self, hidden: Tensor) -> Tensor:
+            return torch.tensor([[[0.5, 0.5], [0.75, 0.25], [0.875, 0.125], [1.0, 0.0]]]).log()
+
     expected = {"bits": 1.5, "right": 0.5, "p_right": 1.875 / 4}
-    assert summary(tokens, torch.tensor([0, 1, 1, 0]), corpus) == pytest.approx(expected)
+    assert evaluate(Table(corpus.held_out, 2), corpus, TextConfig(horizon=4, held_out=1)) == pytest.approx(expected)
 
 
 def test_a_model_is_judged_token_by_token_as_alone() -> None:
@@ -82,7 +86,7 @@ def test_a_model_is_judged_token_by_token_as_alone() -> None:
         probs = model.logits(model(window[None, :-1], torch.ones(1, 6)))[0].softmax(1)
         bits -= sum(math.log2(probs[t, token].item()) for t, token in enumerate(window[1:].tolist()))
         hits += sum(int(probs[t].argmax()) == token for t, token in enumerate(window[1:].tolist()))
-    report = next_token_report(model, windows, corpus)
+    report = evaluate(model, corpus, TextConfig(horizon=6, held_out=5))
     assert (report["bits"], report["right"]) == pytest.approx((bits / 30, hits / 30))
 
 
