@@ -41,7 +41,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
-from mini.chess_lines import ChessTask, prepare  # noqa: E402
+from mini.chess_lines import ChessTask, build_corpus, prepare  # noqa: E402
 from mini.config import ChessConfig, EvalConfig  # noqa: E402
 from mini.grpo import Learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
@@ -187,7 +187,8 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
             return random.Random(item.prompt).choices(range(1000), k=48 if item.kind == "P" else 88)
 
     torch.manual_seed(0)
-    task = Documents(LineTokens(), EvalConfig(a_lines=100))
+    options = EvalConfig(a_lines=100)
+    task = Documents(LineTokens(), options, build_corpus(options, LineTokens()))
     task.end = 50256
     task.tokens.decode = lambda ids: ""  # type: ignore[method-assign]
     config = ChessConfig(steps=1, batch_size=args.prompts, k_samples=args.completions)

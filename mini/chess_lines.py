@@ -16,7 +16,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mini import config as defaults
-from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, SampleConfig, Shaping
+from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, SampleConfig, SamplingOptions, Shaping
 from mini.grpo import Baseline, KlController, Learner, supervised, train
 from mini.model import GPT, Rows, Sampling, generate
 from mini.runs import Run, Tokens, device_of, load_model, load_tokens, naming, save_model, say, table
@@ -287,6 +286,7 @@ class Corpus:
 
     train: dict[Kind, list[Example]]
     held_out: dict[Kind, list[Example]]
+    p_share: float = 0.5  # of P among the prompts of training
 
 
 def shipped_examples() -> list[Example]:
@@ -378,26 +378,20 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
             raise UsageError(f"--held-out {config.held_out}: of {len(held_out[kind])} usable {kind} lines none are "
                              "left to train on")  # fmt: skip
     say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
-    return Corpus(train, held_out)
+    return Corpus(train, held_out, config.p_share)
 
 
 class ChessTask:
     """Prompts of both tasks, and their rewards."""
 
-    def __init__(self, tokens: Tokens, config: ChessOptions, corpus: Corpus | None = None) -> None:
-        self.given = corpus
-        self.config, self.tokens, self.end = config, tokens, tokens.end
+    def __init__(self, tokens: Tokens, config: SamplingOptions, corpus: Corpus) -> None:
+        self.tokens, self.end, self.corpus = tokens, tokens.end, corpus
         self.strict = config.grammar == "strict"
         self.shaping: Shaping = config.reward_shaping or ("capped" if self.strict else "graduated")
 
-    @cached_property
-    def corpus(self) -> Corpus:
-        """Built when first needed, because sampling a finished model needs none."""
-        return self.given or build_corpus(self.config, self.tokens)
-
     def draw(self, rng: random.Random, count: int) -> list[Example]:
         """Draw training documents; the number of P documents is rounded up or down at random."""
-        p_count = int(count * self.config.p_share + rng.random())
+        p_count = int(count * self.corpus.p_share + rng.random())
         return [rng.choice(self.corpus.train["P" if i < p_count else "A"]) for i in range(count)]
 
     def prompt_ids(self, item: Example) -> list[int]:
@@ -526,8 +520,8 @@ def model_folder(folder: Path) -> Path:
     return folder / "model" if (folder / "model").is_dir() else folder
 
 
-def prepare(config: ChessOptions) -> tuple[GPT, ChessTask, Sampling]:
-    """The start, the task, and the sampling options."""
+def prepare(config: SamplingOptions) -> tuple[GPT, ChessTask, Sampling]:
+    """The start, the task, whose corpus is empty for commands without data, and the sampling options."""
     folder = model_folder(config.init or PRETRAINED)
     tokens = load_tokens(folder)
     if tokens.name == "chars" and not isinstance(config, SampleConfig):
@@ -537,7 +531,8 @@ def prepare(config: ChessOptions) -> tuple[GPT, ChessTask, Sampling]:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
     if sampling.max_new_tokens >= model.config.n_positions:
         raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
-    return model, ChessTask(tokens, config), sampling
+    corpus = build_corpus(config, tokens) if isinstance(config, ChessOptions) else Corpus({}, {})
+    return model, ChessTask(tokens, config, corpus), sampling
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
@@ -585,6 +580,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         )
         save_model(control, task.tokens, run.folder / "supervised")
         reports["supervised"] = evaluate(control, task, sampling)
+    if config.control and config.k_samples > 1:
         say(f"rejection sampling from the same start: the likelihood of each group's best, {learner.step} steps")
         rejecting = beginner("best")
         for _ in train(rejecting, task, dataclasses.replace(config, steps=learner.step), sampling):

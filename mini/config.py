@@ -56,20 +56,26 @@ class RewardOptions(RunOptions):
 
 
 @dataclass(kw_only=True)
-class ChessOptions(CommonOptions):
-    """The chess model, its data, sampling and the judge."""
+class SamplingOptions(CommonOptions):
+    """The chess model, sampling and the judge."""
 
     init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
-    data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
-    a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (not to train with GRPO)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
     max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 98 chess tokens or 144 byte pairs
-    held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
+
+
+@dataclass(kw_only=True)
+class ChessOptions(SamplingOptions):
+    """The chess model, its data, sampling and the judge."""
+
+    data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
+    a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
+    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
+    held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
 
 
 @dataclass(kw_only=True)
@@ -152,7 +158,7 @@ class EvalConfig(ChessOptions):
 
 
 @dataclass(kw_only=True)
-class SampleConfig(ChessOptions):
+class SampleConfig(SamplingOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
     prompt: str | None = None  # P: or A: and a position, or a text to go on with; default: 1. e4, or one character
@@ -160,7 +166,7 @@ class SampleConfig(ChessOptions):
 
 
 @dataclass(kw_only=True)
-class PlayConfig(ChessOptions):
+class PlayConfig(SamplingOptions):
     """Play games against random moves, and against stockfish at its lowest level if it is installed."""
 
     games: Annotated[int, (2, 1e5)] = 50  # against each opponent, with each colour in turn

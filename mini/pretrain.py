@@ -239,6 +239,8 @@ def pretraining(
 def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     """Train a new model; write it in 16 bits; report on held-out lines of the corpus and of the chess job."""
     run, tokens, start = Run(config), LineTokens(), config.init and chess_lines.model_folder(config.init)
+    if (config.max_new_tokens or 0) > tokens.longest:
+        raise UsageError(f"--max-new-tokens {config.max_new_tokens}: an answer has {tokens.longest} at most")
     if start and load_tokens(start).name != tokens.name:
         raise UsageError(f"{start} has other tokens than chess lines: name a model that pretrain made")
     lines = read_lines(config.data)

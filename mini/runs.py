@@ -100,11 +100,11 @@ class Run:
     def begin(self, start: GPT) -> None:
         """Store the config and the start of a new run; give a resumed one's start the weights that it had."""
         path = self.folder / "start.pt"
+        write(self.folder / "config.json", json.dumps(self.settings, indent=2))  # a resumed one may have more steps
         if self.checkpoint:
             with naming(path):
                 start.load_state_dict(read_state(path))
         else:
-            write(self.folder / "config.json", json.dumps(self.settings, indent=2))
             write(path, dict(start.state_dict()))
 
     def save(self, learner: Learner) -> None:

@@ -67,7 +67,7 @@ def few_lines() -> Iterator[None]:
 def task() -> ChessTask:
     """By the published grammar."""
     config = EvalConfig(a_lines=400, held_out=64, grammar="published")
-    return ChessTask(LineTokens(), config)
+    return ChessTask(LineTokens(), config, build_corpus(config, LineTokens()))
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
     What is left is to copy it with the other side to move.
     """
-    told = [controls(ChessTask(task.tokens, EvalConfig(grammar=grammar, held_out=32, a_lines=200)))
-            for grammar in ("published", "strict")]  # fmt: skip
+    configs = [EvalConfig(grammar=grammar, held_out=32, a_lines=200) for grammar in ("published", "strict")]
+    told = [controls(ChessTask(task.tokens, config, build_corpus(config, task.tokens))) for config in configs]
     published, strict = ({name: one for name, by_task in each.items() for one in by_task.values()} for each in told)
     assert list(strict) == list(published) == ["blind", "copied", "copied, other side", "five fixed moves",
                                                "random legal moves"]  # fmt: skip
@@ -231,6 +231,7 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(
     done = run_mini("chess", *quick, *RL, "--steps", STEPS, "--log-dir", folder, "--no-control", "--resume",
                     "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "config.json").read_text())["steps"] == STEPS  # it kept the first number
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["before"], told["after"]) == (chess_run[2]["before"], chess_run[2]["after"])
     ours, theirs = ((part / "model" / "model.safetensors").read_bytes() for part in (folder, chess_run[0]))
@@ -265,7 +266,7 @@ def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told.pop("controls") == chess_run[2]["controls"]
     assert {name: told[name] for name in told if name != "seconds"} == chess_run[2]["after"]
-    done = run_mini("sample", "--init", model, "--a-lines", 200, "--k-samples", 2)
+    done = run_mini("sample", "--init", model, "--k-samples", 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("log-probability") == 2
     assert "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0\n    is right" in done.stdout
@@ -282,6 +283,16 @@ def test_steps_without_unequal_rewards_end_the_run(quick: tuple[object, ...], tm
     assert told["collapsed"] == "nothing to learn: in 2 steps all rewards of every group were equal"
     assert told["collapsed"] in done.stderr
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_one_completion_has_no_best_of_its_group(quick: tuple[object, ...], tmp_path: Path) -> None:
+    """Rejection sampling trained on nothing, and its row was the start's."""
+    done = run_mini("chess", *quick, "--k-samples", 1, "--use-gae", "--steps", 1, "--batch-size", 2, "--patience", 9,
+                    "--track", "none", "--log-dir", tmp_path, "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert "supervised" in told
+    assert "rejection" not in told
 
 
 def test_a_sampled_position_is_judged_strictly(chess_run: Trained) -> None:
@@ -328,6 +339,8 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["chess", "--log-dir", ""], "--log-dir is empty"),  # an unset variable: it was the working directory
     (["data", "--multipv", "6"], "--multipv must lie between 1 and 5"),
     (["pretrain", "--data", "/nowhere"], "/nowhere: No such file"),
+    (["pretrain", "--max-new-tokens", "99"], "an answer has 98 at most"),  # it failed after hours, in its report
+    (["play", "--held-out", "4"], "no option --held-out"),  # it and --data did nothing there
     (["pretrain", "--n-head", "6"], "--n-embd 160 cannot be shared by --n-head 6"),
     (["play", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
     (["data", "--out", "/proc/none", "--a-lines", "9", "--p-lines", "9"], "cannot be written"),

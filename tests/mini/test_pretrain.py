@@ -120,7 +120,7 @@ def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> Non
 def test_the_shipped_weights_are_the_recorded_ones_and_know_chess() -> None:
     assert digest(PRETRAINED) == DIGEST
     assert sum(path.stat().st_size for path in PRETRAINED.iterdir()) < 6e6
-    model, task = load_model(PRETRAINED), ChessTask(load_tokens(PRETRAINED), ChessConfig())
+    model, task = load_model(PRETRAINED), ChessTask(load_tokens(PRETRAINED), ChessConfig(), Corpus({}, {}))
     example = parse_line(next(self_play(random.Random(3))))
     assert example is not None
     rows, _ = generate(model, [task.prompt_ids(example)], 1, Sampling(0, max_new_tokens=96), task.end)
