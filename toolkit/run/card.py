@@ -68,8 +68,7 @@ FORMATS = {
     "merged_16bit": Format("The whole model in bfloat16", "transformers", TRANSFORMERS, exact=True),
     "mxfp4": Format("The whole model with its experts in MXFP4", "transformers", TRANSFORMERS,
                     instead="--format merged_16bit"),
-    "gguf": Format("The whole model for llama.cpp and Ollama", "gguf", LLAMACPP,
-                   instead="--experts q8_0 or --format gguf_lora"),
+    "gguf": Format("The whole model for llama.cpp and Ollama", "gguf", LLAMACPP, instead="--format gguf_lora"),
     "gguf_lora": Format("A LoRA adapter for llama.cpp", "gguf", LLAMACPP_ADAPTER, instead="--format lora"),
 }  # fmt: skip
 
