@@ -150,7 +150,9 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     """Both comparisons, with the shipped model, as speed depends on the length of answers."""
-    model, task, _ = prepare(EvalConfig())
+    options = EvalConfig()
+    model, tokens, _ = prepare(options)
+    task = ChessTask(tokens, options, build_corpus(options, tokens))
     rates, steps = measure_generation(args, task, model), measure_steps(args, task, model)
     shape = f"{args.prompts} prompts x {args.completions} completions, {torch.get_num_threads()} threads"
     shown = Table("", "median", "lowest", "highest", title=shape)

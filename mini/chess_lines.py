@@ -24,8 +24,8 @@ import chess
 import torch
 from torch import Tensor
 
-from mini import config as defaults
-from mini.config import BaselineType, ChessConfig, ChessOptions, EvalConfig, SampleConfig, SamplingOptions, Shaping
+from mini import config as options
+from mini.config import ChessConfig, ChessOptions, JudgeOptions, SampleConfig, SamplingOptions, Shaping
 from mini.grpo import Baseline, KlController, Learner, supervised, train
 from mini.model import GPT, Rows, Sampling, generate
 from mini.runs import Run, Tokens, device_of, load_model, load_tokens, naming, save_model, say, table
@@ -384,7 +384,7 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
 class ChessTask:
     """Prompts of both tasks, and their rewards."""
 
-    def __init__(self, tokens: Tokens, config: SamplingOptions, corpus: Corpus) -> None:
+    def __init__(self, tokens: Tokens, config: JudgeOptions, corpus: Corpus) -> None:
         self.tokens, self.end, self.corpus = tokens, tokens.end, corpus
         self.strict = config.grammar == "strict"
         self.shaping: Shaping = config.reward_shaping or ("capped" if self.strict else "graduated")
@@ -520,8 +520,8 @@ def model_folder(folder: Path) -> Path:
     return folder / "model" if (folder / "model").is_dir() else folder
 
 
-def prepare(config: SamplingOptions) -> tuple[GPT, ChessTask, Sampling]:
-    """The start, the task, whose corpus is empty for commands without data, and the sampling options."""
+def prepare(config: SamplingOptions) -> tuple[GPT, Tokens, Sampling]:
+    """The start, its vocabulary, and how to sample from it."""
     folder = model_folder(config.init or PRETRAINED)
     tokens = load_tokens(folder)
     if tokens.name == "chars" and not isinstance(config, SampleConfig):
@@ -531,8 +531,7 @@ def prepare(config: SamplingOptions) -> tuple[GPT, ChessTask, Sampling]:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
     if sampling.max_new_tokens >= model.config.n_positions:
         raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
-    corpus = build_corpus(config, tokens) if isinstance(config, ChessOptions) else Corpus({}, {})
-    return model, ChessTask(tokens, config, corpus), sampling
+    return model, tokens, sampling
 
 
 def chess_command(config: ChessConfig) -> dict[str, Any]:
@@ -541,16 +540,17 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     Reports on all, and on controls.  One is the start's likeliest answers: rewards also raise what is likely already.
     """
     run = Run(config)
-    model, task, sampling = prepare(config)
+    model, tokens, sampling = prepare(config)
+    task = ChessTask(tokens, config, build_corpus(config, tokens))
     blind = controls(task)
     run.begin(model)
     if not run.checkpoint:
         run.extra["before"] = evaluate(model, task, sampling)
         run.extra["before, likeliest"] = evaluate(model, task, dataclasses.replace(sampling, temperature=0))
         say(tables({**blind, **run.extra}))
-    lr = defaults.LR[task.tokens.name] if config.lr is None else config.lr
+    lr = options.LR[tokens.name] if config.lr is None else config.lr
 
-    def beginner(baseline: BaselineType) -> Learner:
+    def beginner(baseline: options.BaselineType) -> Learner:
         return Learner(
             copy.deepcopy(model).requires_grad_(True),
             model.requires_grad_(False),
@@ -566,7 +566,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
              for name, told in blind.items() for kind in KINDS if kind in told}  # fmt: skip
     steps = ({**figures, **lines} for figures in train(learner, task, config, sampling))
     flat = run.follow(learner, steps, shown=SHOWN)
-    save_model(learner.model, task.tokens, run.folder / "model")
+    save_model(learner.model, tokens, run.folder / "model")
     reports = {**run.extra, "after": evaluate(learner.model, task, sampling)}
     if config.control:
         say(tables(reports))
@@ -578,24 +578,25 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
             config.control_lr,
             seconds=learner.seconds,
         )
-        save_model(control, task.tokens, run.folder / "supervised")
+        save_model(control, tokens, run.folder / "supervised")
         reports["supervised"] = evaluate(control, task, sampling)
     if config.control and config.k_samples > 1:
         say(f"rejection sampling from the same start: the likelihood of each group's best, {learner.step} steps")
         rejecting = beginner("best")
         for _ in train(rejecting, task, dataclasses.replace(config, steps=learner.step), sampling):
             pass
-        save_model(rejecting.model, task.tokens, run.folder / "rejection")
+        save_model(rejecting.model, tokens, run.folder / "rejection")
         reports["rejection"] = evaluate(rejecting.model, task, sampling)
     say(tables({**blind, **reports}))
     say(flat or f"{run.folder}: models, checkpoint and curves")
     return {**reports, "controls": blind, "collapsed": flat, **run.result(learner)}
 
 
-def eval_command(config: EvalConfig) -> dict[str, Any]:
+def eval_command(config: options.EvalConfig) -> dict[str, Any]:
     """Evaluate a model."""
     began = time.perf_counter()
-    model, task, sampling = prepare(config)
+    model, tokens, sampling = prepare(config)
+    task = ChessTask(tokens, config, build_corpus(config, tokens))
     blind = controls(task)
     result = evaluate(model, task, sampling)
     say(tables({**blind, str(config.init or "the start"): result}))
@@ -620,8 +621,8 @@ def right_answer(prompt: str) -> str | None:
 
 def sample_command(config: SampleConfig) -> dict[str, Any]:
     """Print completions of one prompt, with their verdicts if it is one of chess."""
-    model, task, sampling = prepare(config)
-    tokens = task.tokens
+    model, tokens, sampling = prepare(config)
+    task = ChessTask(tokens, config, Corpus({}, {}))
     prompt = (tokens.decode([0]) if tokens.name == "chars" else OPENING) if config.prompt is None else config.prompt
     of_chess = tokens.name == "lines" or prompt.startswith(("P:", "A:"))
     truth = right_answer(prompt.strip()) if of_chess else None

@@ -57,19 +57,25 @@ class RewardOptions(RunOptions):
 
 @dataclass(kw_only=True)
 class SamplingOptions(CommonOptions):
-    """The chess model, sampling and the judge."""
+    """The chess model and sampling."""
 
     init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
     temperature: Annotated[float, (0, 100)] = 0.8  # of sampling; 0: the likeliest token (not to train with GRPO)
     top_k: Annotated[int, (0, 1e6)] = 50  # sample among the k likeliest; 0: all
     top_p: Annotated[float, (1e-6, 1)] = 0.95  # of these, among the fewest with this total probability; 1: all
     max_new_tokens: Annotated[int | None, (1, 1024)] = None  # default: 98 chess tokens or 144 byte pairs
+
+
+@dataclass(kw_only=True)
+class JudgeOptions(SamplingOptions):
+    """The chess model, sampling and the judge."""
+
     grammar: Literal["strict", "published"] = "strict"  # strict: a FEN has to parse, and legal moves count
     reward_shaping: Shaping | None = None  # from raw score to reward; default: capped, or graduated if published
 
 
 @dataclass(kw_only=True)
-class ChessOptions(SamplingOptions):
+class ChessOptions(JudgeOptions):
     """The chess model, its data, sampling and the judge."""
 
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
@@ -158,7 +164,7 @@ class EvalConfig(ChessOptions):
 
 
 @dataclass(kw_only=True)
-class SampleConfig(SamplingOptions):
+class SampleConfig(JudgeOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
     prompt: str | None = None  # P: or A: and a position, or a text to go on with; default: 1. e4, or one character

@@ -352,13 +352,13 @@ def scores(matches: Sequence[Match]) -> dict[str, float]:
 def play_command(config: PlayConfig) -> dict[str, Any]:
     """Play, write the games, print a table."""
     began, program = time.perf_counter(), find_stockfish(config.stockfish)
-    model, task, sampling = chess_lines.prepare(config)
+    model, tokens, sampling = chess_lines.prepare(config)
     rng, generator = random.Random(config.seed), torch.Generator(model.device).manual_seed(config.seed)
 
     def answer(boards: Sequence[chess.Board]) -> list[chess.Move | None]:
-        prompts = [task.prompt_ids(Example("P", f"P: {board.fen()}", "")) for board in boards]
-        rows, _ = generate(model, prompts, 1, sampling, task.end, generator)
-        texts = [task.tokens.decode(row) for (row,) in rows.answers(task.end)]
+        prompts = [[tokens.end, *tokens.encode(f"P: {board.fen()}")] for board in boards]
+        rows, _ = generate(model, prompts, 1, sampling, tokens.end, generator)
+        texts = [tokens.decode(row) for (row,) in rows.answers(tokens.end)]
         return [answered_move(board, text) for board, text in zip(boards, texts, strict=True)]
 
     with contextlib.ExitStack() as stack:
