@@ -231,8 +231,8 @@ def judge_policy(answer: str, truth: str) -> dict[str, float]:
     (evals, best), (right_evals, right_best) = given, right
     shared = [move for move in evals if move in right_evals]  # in order: a sum of floats depends on it
     close = sum(max(0.0, 1 - abs(evals[move] - right_evals[move]) / (1 + abs(right_evals[move]))) for move in shared)
-    return {"best": float(best == right_best), "candidates": len(shared) / max(len(evals), len(right_evals)),
-            "evals": close / len(right_evals)}  # fmt: skip
+    candidates = len(shared) / max(len(evals), len(right_evals))
+    return {"best": float(best == right_best), "candidates": candidates, "evals": close / len(right_evals)}
 
 
 def levenshtein(a: str, b: str) -> int:
@@ -272,8 +272,9 @@ def judge_environment(answer: str, truth: str, strict: bool) -> dict[str, float]
                 return {}
         except ValueError:
             return {}
-    return {"fen": similarity(given[1], right[1]), "flags": float(given.group(3, 4) == right.group(3, 4)),
-            "reward": float(abs(float(given[2]) - float(right[2])) < REWARD_TOLERANCE)}  # fmt: skip
+    flags = given.group(3, 4) == right.group(3, 4)
+    reward = abs(float(given[2]) - float(right[2])) < REWARD_TOLERANCE
+    return {"fen": similarity(given[1], right[1]), "flags": float(flags), "reward": float(reward)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,8 +376,8 @@ def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
     train = {kind: [example for example in train[kind] if example.prompt not in forbidden] for kind in KINDS}
     for kind in KINDS:
         if not train[kind]:
-            raise UsageError(f"--held-out {config.held_out}: of {len(held_out[kind])} usable {kind} lines none are "
-                             "left to train on")  # fmt: skip
+            usable = f"{len(held_out[kind])} usable {kind} lines"
+            raise UsageError(f"--held-out {config.held_out}: of {usable} none are left to train on")
     say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
     return Corpus(train, held_out, config.p_share)
 
@@ -414,8 +415,8 @@ class ChessTask:
 
     def rewards(self, items: Sequence[Example], completions: list[list[list[int]]]) -> tuple[Tensor, dict[str, float]]:
         """Rewards (B, K); mean reward and validity of each kind."""
-        verdicts = [[self.judge(item, self.tokens.decode(row)) for row in rows]
-                    for item, rows in zip(items, completions, strict=True)]  # fmt: skip
+        asked = zip(items, completions, strict=True)
+        verdicts = [[self.judge(item, self.tokens.decode(row)) for row in rows] for item, rows in asked]
         rewards = torch.tensor([[shaped(verdict, self.shaping) for verdict in group] for group in verdicts])
         figures = {}
         for kind in KINDS:
@@ -436,8 +437,8 @@ Report = dict[str, Any]  # of one task, from its held-out prompts
 def report(verdicts: Sequence[Verdict], shaping: Shaping) -> Report:
     """Means over the verdicts on one task; None where none applies.  An invalid answer has similarity 0."""
     n, fens = len(verdicts), [verdict.scores.get("fen", 0.0) for verdict in verdicts]
-    means = {"reward": sum(shaped(verdict, shaping) for verdict in verdicts) / n,
-             "validity": sum(verdict.valid for verdict in verdicts) / n}  # fmt: skip
+    rewards, valid = sum(shaped(verdict, shaping) for verdict in verdicts), sum(verdict.valid for verdict in verdicts)
+    means = {"reward": rewards / n, "validity": valid / n}
     if verdicts[0].kind == "A":
         return {**means, "exact_fen": fens.count(1) / n, "fen_similarity": sum(fens) / n}
     listed, legal, kings = (
@@ -562,8 +563,10 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
         )
 
     learner = beginner(config.baseline_type)
-    lines = {f"reward/{kind}_of_{'_'.join(re.findall('[a-z]+', name))}": told[kind]["reward"]
-             for name, told in blind.items() for kind in KINDS if kind in told}  # fmt: skip
+    lines = dict[str, float]()  # level ones, for TensorBoard
+    for name, told in blind.items():
+        words = "_".join(re.findall("[a-z]+", name))
+        lines |= {f"reward/{kind}_of_{words}": one["reward"] for kind, one in told.items()}
     steps = ({**figures, **lines} for figures in train(learner, task, config, sampling))
     flat = run.follow(learner, steps, shown=SHOWN)
     save_model(learner.model, tokens, run.folder / "model")

@@ -335,10 +335,12 @@ def generate(
     B, S = prompt_ids.shape
     room = sampling.max_new_tokens
     if S + room > model.config.n_positions:
-        raise UsageError(f"a prompt of {S} tokens and a completion of {room} do not fit into the model's "
-                         f"{model.config.n_positions} positions: lower --max-new-tokens")  # fmt: skip
-    ids, mask = (F.pad(part[:, None].expand(B, k, S), (0, room), value=padding)  # (B, K, S + room) each
-                 for part, padding in ((prompt_ids, end), (prompt_mask, False)))  # fmt: skip
+        raise UsageError(
+            f"a prompt of {S} tokens and a completion of {room} do not fit into the model's "
+            f"{model.config.n_positions} positions: lower --max-new-tokens"
+        )
+    ids = F.pad(prompt_ids[:, None].expand(B, k, S), (0, room), value=end)  # (B, K, S + room)
+    mask = F.pad(prompt_mask[:, None].expand(B, k, S), (0, room), value=False)
     log_probs = torch.zeros(B, k, room, device=device)
     cache = [Cache(k, room) for _ in model.h]
     hidden = model(prompt_ids, prompt_mask, cache)[:, -1:]  # (B, 1, C)

@@ -64,8 +64,8 @@ def naming(path: Path) -> Iterator[None]:
 def table(title: str, measures: Sequence[str], reports: Mapping[str, Mapping[str, Any]]) -> str:
     """Reports, one a row."""
     rows = {title: list(measures)}
-    rows |= {label: ["" if told.get(name) is None else f"{told[name]:.3f}" for name in measures]
-             for label, told in reports.items()}  # fmt: skip
+    for label, told in reports.items():
+        rows[label] = ["" if told.get(name) is None else f"{told[name]:.3f}" for name in measures]
     return "\n".join(f"{label:24}" + "".join(f"{cell:>16}" for cell in cells) for label, cells in rows.items())
 
 
@@ -123,9 +123,8 @@ class Run:
         if done > self.settings["steps"]:
             raise UsageError(f"the run in {self.folder} has {done} steps: --steps must not be fewer")
         for name in sorted(self.settings.keys() - MAY_DIFFER):
-            if self.settings[name] != had.get(name):
-                raise UsageError(f"the run in {self.folder} had {spelled(name)} {had.get(name)}, "
-                                 f"not {self.settings[name]}")  # fmt: skip
+            if (now := self.settings[name]) != had.get(name):
+                raise UsageError(f"the run in {self.folder} had {spelled(name)} {had.get(name)}, not {now}")
         return state
 
     def follow(
@@ -190,8 +189,8 @@ def curves(
         import wandb
 
         try:
-            run = wandb.init(project="mini", id=folder.name, name=folder.name, dir=str(folder), config=dict(settings),
-                             resume="allow" if first_step else None)  # fmt: skip
+            place = {"project": "mini", "id": folder.name, "name": folder.name, "dir": str(folder)}
+            run = wandb.init(**place, config=dict(settings), resume="allow" if first_step else None)
         except wandb.Error as error:
             raise UsageError(f"--track wandb: {error}") from None
         try:
@@ -257,8 +256,8 @@ class BpeTokens:
 
         pair = next((pair for pair in self.NAMES if all((folder / name).is_file() for name in pair)), None)
         if pair is None:
-            raise UsageError(f"{folder} has no GPT-2 vocabulary: vocab.bpe and encoder.json, or merges.txt and "
-                             "vocab.json")  # fmt: skip
+            either = ", or ".join(" and ".join(pair) for pair in self.NAMES)
+            raise UsageError(f"{folder} has no GPT-2 vocabulary: {either}")
         try:
             self.files = {name: (folder / name).read_bytes() for name in pair}  # for the models that use it
             self._bpe = ByteLevelBPETokenizer(str(folder / pair[1]), str(folder / pair[0]))
@@ -373,9 +372,9 @@ def load_tokens(folder: Path) -> Tokens:
 
 def from_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Published names and layouts -> ours.  RookWorld-LM has the prefix `transformer.`, OpenAI's own file has not."""
-    names = {name: name.removeprefix("transformer.") for name in tensors}
-    return {ours: (tensors[name].t() if ours.endswith(TRANSPOSED) else tensors[name]).float().contiguous()
-            for name, ours in names.items() if not ours.endswith(SKIPPED) and ours != "lm_head.weight"}  # fmt: skip
+    ours = {name.removeprefix("transformer."): part.float() for name, part in tensors.items()}
+    kept = {name: part for name, part in ours.items() if not name.endswith(SKIPPED) and name != "lm_head.weight"}
+    return {name: part.t().contiguous() if name.endswith(TRANSPOSED) else part for name, part in kept.items()}
 
 
 def digest(folder: Path) -> str:
@@ -385,14 +384,14 @@ def digest(folder: Path) -> str:
 
 def save_model(model: GPT, tokens: Tokens, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a folder for load_model, load_tokens and transformers."""
-    tensors = {f"transformer.{name}": (part.t() if name.endswith(TRANSPOSED) else part).to("cpu", dtype).contiguous()
-               for name, part in model.state_dict().items()}  # fmt: skip
-    end = None if tokens.end < 0 else tokens.end
-    config = dataclasses.asdict(model.config) | ASSUMED | {
-        "model_type": "gpt2_mla" if model.config.latent else "gpt2", "architectures": ["GPT2LMHeadModel"],
-        "bos_token_id": end, "eos_token_id": end, "dtype": str(dtype).removeprefix("torch."),
-        "mini_tokens": tokens.name,
-    }  # fmt: skip
+    tensors = {}
+    for name, part in model.state_dict().items():
+        theirs = part.t() if name.endswith(TRANSPOSED) else part
+        tensors[f"transformer.{name}"] = theirs.to("cpu", dtype).contiguous()
+    kind, end = "gpt2_mla" if model.config.latent else "gpt2", None if tokens.end < 0 else tokens.end
+    config = dataclasses.asdict(model.config) | ASSUMED | {"model_type": kind, "architectures": ["GPT2LMHeadModel"]}
+    config |= {"bos_token_id": end, "eos_token_id": end, "mini_tokens": tokens.name}
+    config["dtype"] = str(dtype).removeprefix("torch.")
     for name, content in tokens.files.items():
         write(folder / name, content)
     write(folder / "model.safetensors", safetensors.torch.save(tensors, {"format": "pt"}))

@@ -83,8 +83,10 @@ def build_corpus(config: TextConfig, run: Run) -> Corpus:
     tokens = BpeTokens(config.vocabulary) if config.vocabulary else CharTokens(text)
     ids = torch.tensor(tokens.encode(text))
     if len(ids) < HELD_OUT * (T + 2) or tokens.size > 2**16:
-        raise UsageError(f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
-                         f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most")  # fmt: skip
+        raise UsageError(
+            f"the text has {len(ids)} tokens, {tokens.size} different ones; windows of {T} need "
+            f"{HELD_OUT * (T + 2)}, and of 65536 different ones at most"
+        )
     data = ids.to(torch.uint16).numpy().astype("<u2").tobytes()
     path = run.folder / "tokens.bin"
     if not config.resume:
@@ -203,9 +205,9 @@ def grpo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
     loss.backward()
     learner.tokens += lp.numel()
     learner.flat = 0 if advantages.any() else learner.flat + 1
-    return {"loss": loss.item(), "reward": rewards.mean().item(), "kl": kl.item(), "kl_coef": kl_coef,
-            "entropy": grpo.entropy(rollouts.log_probs.detach()).mean().item(),
-            "grad_norm": learner.descend(config.max_grad_norm)}  # fmt: skip
+    entropy, grad_norm = grpo.entropy(rollouts.log_probs.detach()).mean(), learner.descend(config.max_grad_norm)
+    means = {"loss": loss, "reward": rewards.mean(), "kl": kl, "entropy": entropy}
+    return {name: mean.item() for name, mean in means.items()} | {"kl_coef": kl_coef, "grad_norm": grad_norm}
 
 
 def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
@@ -284,9 +286,8 @@ def unmask(model: GPT, N: int, T: int, steps: int, generator: torch.Generator) -
     return ids
 
 
-STEPS: dict[str, Callable[[Learner, Tensor, TextConfig], Figures]] = {
-    "supervised": supervised_step, "grpo": grpo_step, "ppo": ppo_step, "denoise": denoise_step,
-}  # fmt: skip
+Step = Callable[[Learner, Tensor, TextConfig], Figures]
+STEPS: dict[str, Step] = {"supervised": supervised_step, "grpo": grpo_step, "ppo": ppo_step, "denoise": denoise_step}
 
 
 def learn(learner: Learner, corpus: Corpus, config: TextConfig) -> Iterator[Figures]:
@@ -361,8 +362,8 @@ def collapse(report: Report) -> str | None:
     """A warning if the model writes little but one token: its share is nearer to 1 than to its share in the text."""
     if report["commonest_share"] < (1 + report["share_in_text"]) / 2:
         return None
-    return (f"collapsed: {report['commonest_share']:.0%} of what the model writes is {report['commonest']!r}, which is "
-            f"{report['share_in_text']:.0%} of the text")  # fmt: skip
+    said = f"{report['commonest_share']:.0%} of what the model writes is {report['commonest']!r}"
+    return f"collapsed: {said}, which is {report['share_in_text']:.0%} of the text"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,10 +382,11 @@ def make_model(config: TextConfig, V: int) -> GPT:
 
 def likelihood_from(model: GPT, corpus: Corpus, config: TextConfig, steps: float, seconds: float, seed: int) -> GPT:
     """Train a model by likelihood: the warm start, and the baseline of equal time."""
-    return grpo.supervised(
-        model, lambda step: whole_rows(draw_windows(corpus.train, config.horizon, config.batch_size, seed, step)),
-        config.warm_lr, steps, seconds, config.lr_decay,
-    )  # fmt: skip
+
+    def draw(step: int) -> Rows:
+        return whole_rows(draw_windows(corpus.train, config.horizon, config.batch_size, seed, step))
+
+    return grpo.supervised(model, draw, config.warm_lr, steps, seconds, config.lr_decay)
 
 
 def text_command(config: TextConfig) -> dict[str, Any]:
