@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mini.config import BaselineType, ChessConfig, KlType
 from mini.model import GPT, Cache, Diverged, Rows, Sampling, generate, policy_log_probs
@@ -129,20 +128,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages
 
 
-class ValueHead(nn.Module):
-    """Hidden states -> the expected reward: C -> C / 2 -> 1.  Predicts 0 until it is trained."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(width, width // 2)
-        self.out = nn.Linear(width // 2, 1)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, C) -> (N, T)."""
-        out: Tensor = self.out(F.gelu(self.hidden(x), approximate="tanh")).squeeze(-1)
-        return out
+def value_head(width: int) -> nn.Sequential:
+    """Hidden states (N, T, C) -> the expected reward (N, T).  Predicts 0 until it is trained."""
+    hidden, out = nn.Linear(width, width // 2), nn.Linear(width // 2, 1)
+    nn.init.zeros_(out.weight)
+    nn.init.zeros_(out.bias)
+    return nn.Sequential(hidden, nn.GELU("tanh"), out, nn.Flatten(-2))
 
 
 @dataclass
@@ -226,7 +217,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.0)
         self.value_head = None
         if value_lr is not None:
-            self.value_head = ValueHead(model.config.n_embd).to(model.device)
+            self.value_head = value_head(model.config.n_embd).to(model.device)
             self.optimizer.add_param_group({"params": self.value_head.parameters(), "lr": value_lr})
         self.rng = random.Random(f"prompts {seed}")
         self.generator = torch.Generator(model.device).manual_seed(seed)  # of sampling

@@ -11,6 +11,7 @@ values are stored once, however many completions it has.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -131,29 +132,17 @@ class LatentAttention(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
-    """Two layers with the tanh form of GELU; the exact form does not reproduce the published model."""
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C)."""
-        out: Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-        return out
-
-
 class Block(nn.Module):
     """Attention, then the MLP, each with a residual connection."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        C = config.n_embd
+        self.ln_1 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.attn = LatentAttention(config) if config.latent else Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.mlp = Mlp(config)
+        self.ln_2 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
+        gelu = nn.GELU("tanh")  # the exact form does not reproduce the published model
+        self.mlp = nn.Sequential(OrderedDict(c_fc=nn.Linear(C, 4 * C), gelu=gelu, c_proj=nn.Linear(4 * C, C)))
 
     def forward(self, x: Tensor, visible: Tensor, cache: Cache | None = None) -> Tensor:
         """(N, T, C) -> (N, T, C)."""

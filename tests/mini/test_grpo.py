@@ -21,7 +21,6 @@ from mini.grpo import (
     Baseline,
     KlController,
     Learner,
-    ValueHead,
     entropy,
     exact_kl,
     gae,
@@ -33,6 +32,7 @@ from mini.grpo import (
     token_advantages,
     train,
     update,
+    value_head,
     warmed_up,
     zero_spread,
 )
@@ -188,7 +188,7 @@ def test_kl_warm_up() -> None:
 
 
 def test_value_head_begins_at_zero_and_has_the_stated_shape() -> None:
-    head = ValueHead(SMALL.n_embd)
+    head = value_head(SMALL.n_embd)
     assert head(torch.randn(2, 3, 32)).tolist() == [[0.0] * 3] * 2
     assert [tuple(p.shape) for p in head.parameters()] == [(16, 32), (16,), (1, 16), (1,)]
 
@@ -268,7 +268,7 @@ def make_step(**options: Any) -> Step:
     torch.manual_seed(3)
     learner = learner_for(policy, reference, config)
     if learner.value_head:
-        torch.nn.init.normal_(learner.value_head.out.weight)
+        torch.nn.init.normal_(next(islice(learner.value_head.parameters(), 2, None)))
     rewards = torch.tensor([[0.2, 0.2, 0.6, 1.0], [-0.3, -0.3, -0.3, 0.6], [0.4, 0.4, 0.4, 0.4]])
     advantages, returns = token_advantages(learner, rows, rewards, config)
     return Step(learner, rows, old, rewards, advantages, returns, config)
