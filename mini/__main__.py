@@ -45,6 +45,7 @@ def run(config: options.Config) -> dict[str, Any]:
     """Run a command.  Returns what --json prints, and nothing for a command without --json."""
     from mini import chess_lines, pretrain, text
     from mini.model import Diverged
+    from toolkit.model.memory import naming_memory
 
     commands: dict[type[options.Config], Callable[[Any], dict[str, Any]]] = {
         options.ChessConfig: chess_lines.chess_command,
@@ -56,7 +57,8 @@ def run(config: options.Config) -> dict[str, Any]:
         options.TextConfig: text.text_command,
     }
     try:
-        return commands[type(config)](config)
+        with naming_memory("computing", "a smaller model or --batch-size"), cli.while_it_is_read():
+            return commands[type(config)](config)
     except Diverged as what:
         raise UsageError(f"a {what} is not finite: lower --warm-lr or --control-lr, or take another --init") from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import random
 import re
 import time
@@ -307,14 +308,14 @@ def best_first(example: Example) -> Example:
     The judge takes any order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
     hundredths of a pawn are noise: a model spends its training on both.
     """
-    moves, evals, (best,) = (part.split() for part in re.split(r"[MEB]:", example.answer)[1:])
-    pairs = sorted(zip(moves, evals, strict=True), key=lambda pair: (pair[0] != best, -float(pair[1])))
-    pawns = " ".join(f"{max(-99, min(99, round(float(value))))}.00" for _, value in pairs)
+    evals, best = parse_policy(example.answer.strip()) or ({}, "")  # never: it was judged when it was read
+    pairs = sorted(evals.items(), key=lambda pair: (pair[0] != best, -pair[1]))
+    pawns = " ".join(f"{max(-99, min(99, round(value)))}.00" for _, value in pairs)
     return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} E: {pawns} B: {best}")
 
 
-def read_example(line: str, tokens: Tokens) -> Example:
-    """A corpus line.  Raises ValueError with the reason why it cannot be used."""
+def read_example(line: str, tokens: Tokens, room: float = math.inf) -> Example:
+    """A corpus line, for a model with so many positions.  Raises ValueError with the reason why it cannot be used."""
     example = parse_line(line)
     if not example:
         raise ValueError("neither a P nor an A line")
@@ -327,18 +328,19 @@ def read_example(line: str, tokens: Tokens) -> Example:
     for move in () if flagged else moves:
         if chess.Move.from_uci(move) not in board.legal_moves:
             raise ValueError("an illegal move")
-    tokens.encode(example.prompt)
-    tokens.encode(example.answer)
+    prompt, answer = len(tokens.encode(example.prompt)), len(tokens.encode(example.answer))
+    if 1 + prompt + max(answer + 1, tokens.longest) > room:  # with an end token before and after
+        raise ValueError("too long for the model")
     return example
 
 
-def read_corpus(path: Path, tokens: Tokens) -> list[Example]:
+def read_corpus(path: Path, tokens: Tokens, room: float = math.inf) -> list[Example]:
     """The usable lines of a file; says which ones are not, and why."""
     examples, dropped = list[Example](), defaultdict[str, list[int]](list)
     with naming(path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                examples += [read_example(line, tokens)] if line.strip() else []
+                examples += [read_example(line, tokens, room)] if line.strip() else []
             except ValueError as error:
                 dropped[re.sub(r"'.*'|\S*\d\S*", "...", str(error))].append(number)
     for reason, numbers in dropped.items():
@@ -357,10 +359,10 @@ def prompts_of(held_out: dict[Kind, list[Example]]) -> set[str]:
     return {e.prompt for examples in held_out.values() for e in examples} | {mirrored(e).prompt for e in held_out["P"]}
 
 
-def build_corpus(config: ChessOptions, tokens: Tokens) -> Corpus:
+def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -> Corpus:
     """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
     if config.data:
-        examples = read_corpus(config.data, tokens)
+        examples = read_corpus(config.data, tokens, room)
         random.Random("held out").shuffle(examples)
         train = {kind: [e for e in examples if e.kind == kind] for kind in KINDS}
         held_out = {kind: train[kind][: config.held_out] for kind in KINDS}
@@ -518,6 +520,8 @@ SHOWN += ["kl_exact", "kl_coef", "clip_share", "entropy", "zero_spread", "second
 
 def model_folder(folder: Path) -> Path:
     """A folder with a model, or the model's in a run's folder."""
+    if (folder / "start.pt").is_file() and not (folder / "model").is_dir():
+        raise UsageError(f"{folder} is a run without a model: end it with --resume (a denoiser leaves none)")
     return folder / "model" if (folder / "model").is_dir() else folder
 
 
@@ -529,7 +533,8 @@ def prepare(config: SamplingOptions) -> tuple[GPT, Tokens, Sampling]:
         raise UsageError(f"{folder} has the model of a text: only sample can read it")
     model = load_model(folder).to(device_of(config.device))
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, on {model.device}")
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.max_new_tokens or tokens.longest)
+    longest = config.max_new_tokens or min(tokens.longest, model.config.n_positions // 2)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, longest)
     if sampling.max_new_tokens >= model.config.n_positions:
         raise UsageError(f"the model has {model.config.n_positions} positions: lower --max-new-tokens")
     return model, tokens, sampling
@@ -542,7 +547,7 @@ def chess_command(config: ChessConfig) -> dict[str, Any]:
     """
     run = Run(config)
     model, tokens, sampling = prepare(config)
-    task = ChessTask(tokens, config, build_corpus(config, tokens))
+    task = ChessTask(tokens, config, build_corpus(config, tokens, model.config.n_positions))
     blind = controls(task)
     run.begin(model)
     if not run.checkpoint:
@@ -599,7 +604,7 @@ def eval_command(config: options.EvalConfig) -> dict[str, Any]:
     """Evaluate a model."""
     began = time.perf_counter()
     model, tokens, sampling = prepare(config)
-    task = ChessTask(tokens, config, build_corpus(config, tokens))
+    task = ChessTask(tokens, config, build_corpus(config, tokens, model.config.n_positions))
     blind = controls(task)
     result = evaluate(model, task, sampling)
     say(tables({**blind, str(config.init or "the start"): result}))
@@ -627,7 +632,7 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
     model, tokens, sampling = prepare(config)
     task = ChessTask(tokens, config, Corpus({}, {}))
     prompt = (tokens.decode([0]) if tokens.name == "chars" else OPENING) if config.prompt is None else config.prompt
-    of_chess = tokens.name == "lines" or prompt.startswith(("P:", "A:"))
+    of_chess = tokens.name == "lines" or (tokens.name == "bpe" and prompt.startswith(("P:", "A:")))
     truth = right_answer(prompt.strip()) if of_chess else None
     item = Example("A" if truth else "P", prompt.strip(), truth or "")
     try:

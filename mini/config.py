@@ -52,7 +52,7 @@ class RewardOptions(RunOptions):
     """A run that learns from rewards."""
 
     control: bool = True  # afterwards, train the start in the ways that RL has to beat
-    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without unequal rewards (GRPO)
+    patience: Annotated[int, (1, 1e7)] = 20  # end, with exit code 3, after so many steps without any advantage (GRPO)
 
 
 @dataclass(kw_only=True)
@@ -123,6 +123,8 @@ class ChessConfig(GrpoOptions, ChessOptions, RewardOptions):
             raise UsageError("--temperature must be above 0 in training: the likeliest answers alone have no spread")
         if self.adaptive_kl and not self.kl_coef:
             raise UsageError("--adaptive-kl has no weight to adapt: add --kl-coef 0.02")
+        if self.adaptive_kl and self.kl_horizon <= (completions := self.batch_size * self.k_samples) / 5:
+            raise UsageError(f"--kl-horizon must be above a fifth of a step's {completions} completions")
         if self.k_samples == 1 and self.baseline_type != "ema" and not self.use_gae:
             raise UsageError(f"--k-samples 1 leaves {self.baseline_type} nothing to compare: use ema, or --use-gae")
 

@@ -326,7 +326,7 @@ def generate(
     if S + room > model.config.n_positions:
         raise UsageError(
             f"a prompt of {S} tokens and a completion of {room} do not fit into the model's "
-            f"{model.config.n_positions} positions: lower --max-new-tokens"
+            f"{model.config.n_positions} positions: shorten the prompt, or lower --max-new-tokens"
         )
     ids = F.pad(prompt_ids[:, None].expand(B, k, S), (0, room), value=end)  # (B, K, S + room)
     mask = F.pad(prompt_mask[:, None].expand(B, k, S), (0, room), value=False)

@@ -65,7 +65,7 @@ def running(program: str, **options: int) -> Iterator[chess.engine.SimpleEngine]
             engine.configure({"Threads": 1, "Hash": 1, **options})
             yield engine
     except (OSError, chess.engine.EngineError) as error:
-        raise UsageError(f"{program} does not work as a chess engine: {error}") from None
+        raise UsageError(f"{program} does not work as a chess engine: {error or 'it does not answer'}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,10 @@ def take_out(lines: Lines, count: int, tokens: Tokens) -> dict[Kind, list[Exampl
     for kind in KINDS:
         for line in lines[kind][:: max(1, len(lines[kind]) // (2 * count))]:
             with contextlib.suppress(ValueError):
-                held_out[kind] += [chess_lines.read_example(line, tokens)] if len(held_out[kind]) < count else []
+                if len(held_out[kind]) < count:
+                    held_out[kind].append(chess_lines.read_example(line, tokens, POSITIONS))
+        if not held_out[kind]:
+            raise UsageError(f"no {kind} line can be used: see python -m mini data --help")
     return held_out
 
 
@@ -186,7 +189,7 @@ def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: Pretrain
         if misses > 10_000:
             raise UsageError(f"{config.data}: no {kind} line is left to train on: lower --held-out {config.held_out}")
         try:
-            example = chess_lines.read_example(rng.choice(lines[kind]), tokens)
+            example = chess_lines.read_example(rng.choice(lines[kind]), tokens, POSITIONS)
         except ValueError:  # another one is drawn
             continue
         if kind == "P":
@@ -257,7 +260,7 @@ def pretrain_command(config: PretrainConfig) -> dict[str, Any]:
     run.begin(model)
     curve = run.extra.setdefault("curve", [])  # goes with the checkpoint
 
-    run.follow(learner, pretraining(learner, draw, task, config, curve), math.gcd(100, config.eval_steps))
+    run.follow(learner, pretraining(learner, draw, task, config, curve), 100)
     save_model(model, tokens, run.folder / "model", torch.float16)
     model = runs.load_model(run.folder / "model").to(model.device)  # what is reported is what was written
     reports = {}
@@ -291,7 +294,7 @@ def opening(rng: random.Random) -> chess.Board:
     board = chess.Board()
     for _ in range(OPENING_PLIES):
         board.push(rng.choice([*board.legal_moves]))
-    return board
+    return board if any(board.legal_moves) else opening(rng)  # the fool's mate
 
 
 @dataclass
@@ -368,7 +371,7 @@ def play_command(config: PlayConfig) -> dict[str, Any]:
             opponents["stockfish, level 0"] = lambda boards: [engine.play(board, glance).move for board in boards]
         played = {name: play_matches(answer, opponent, config.games, rng) for name, opponent in opponents.items()}
     reports = {name: scores(matches) for name, matches in played.items()}
-    write(config.out, "".join(pgn(match, name) for name, matches in played.items() for match in matches))
     say(runs.table(f"{config.games} games each", SCORES, reports))
+    write(config.out, "".join(pgn(match, name) for name, matches in played.items() for match in matches))
     say(f"{config.out}: the games" + ("" if program else "; no stockfish is installed"))
     return {**reports, "seconds": time.perf_counter() - began}

@@ -138,11 +138,12 @@ class Run:
             with naming(self.saved):
                 learner.restore(self.checkpoint)
         kept, patience = learner.step, getattr(self.config, "patience", math.inf)
+        reports = getattr(self.config, "eval_steps", every)  # with the held-out loss
         try:
             with curves(self.config.track, self.folder, self.settings, learner.step) as draw:
                 for figures in steps:
                     draw(learner.step, figures)
-                    if learner.step % every == 0 or learner.step == self.config.steps:
+                    if any(learner.step % n == 0 for n in (every, reports, self.config.steps)):
                         told = (f"  {name} {figures[name]:.4g}" for name in shown or figures if name in figures)
                         say(f"step {learner.step}/{self.config.steps}" + "".join(told))
                     if learner.flat >= patience:

@@ -314,6 +314,7 @@ def guesses_at_gaps(model: LanguageModel, windows: Tensor, share: float) -> tupl
     generator = torch.Generator(windows.device).manual_seed(0)
     hidden = torch.rand(windows.shape, generator=generator, device=windows.device) < share
     hidden[:, 0] = False  # it has no left neighbour
+    hidden[0, -1] |= ~hidden.any()  # at least one
     if isinstance(model, GPT):
         log_probs = fill(model, windows.masked_fill(hidden, model.config.vocab_size - 1), hidden)
     else:
@@ -417,8 +418,8 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     say(table("", ("bits", "right", "p_right", "free_right"), {"before": before, "after": after, **baselines}))
     say(f"before: {before['sample']!r}\nafter:  {after['sample']!r}")
     fallen = None if config.algo == "denoise" else collapse(after)  # its sampler keeps the surest first: mostly blanks
-    say(flat or fallen or "no collapse to one token")
     if config.algo != "denoise":  # `sample` writes on from a prompt, as a denoiser does not
+        say(flat or fallen or "no collapse to one token")
         save_model(learner.model, corpus.tokens, run.folder / "model")
     say(f"{run.folder}: checkpoint, tokens and curves")
     told = {"algo": config.algo, "before": before, "after": after, "baselines": baselines}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -326,6 +328,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["chess", "--temperature", "0"], "--temperature must be above 0"),
     (["chess", "--temperature", "nan"], "--temperature must lie between"),
     (["chess", "--k-samples", "1"], "nothing to compare"),
+    (["chess", "--kl-coef", "0.1", "--adaptive-kl", "--kl-horizon", "9"], "--kl-horizon must be above"),  # fell below 0
     (["chess", "--resume"], "--resume needs the --log-dir"),
     (["chess", "--log-dir", "/proc/none", "--a-lines", "50", "--held-out", "4"], "cannot be written"),
     (["chess", "--resume", "--log-dir", "/nowhere"], "has no checkpoint to resume from"),
@@ -351,6 +354,25 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pyt
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert complaint in said
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def allocate(config: object) -> None:
+        torch.empty(2**60)
+
+    monkeypatch.setattr(mini.chess_lines, "eval_command", allocate)
+    assert mini.__main__.main(["eval"]) == 4
+    assert capsys.readouterr().err == "error: memory ran out while computing: take a smaller model or --batch-size\n"
+
+
+def test_nobody_has_to_read_to_the_end(tmp_path: Path) -> None:
+    """`| head -1` left a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    words = ["-m", "mini", "data", "--a-lines", "9", "--p-lines", "9", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -28,6 +28,7 @@ from mini.chess_lines import (
     parse_policy,
     policy_line,
     read_corpus,
+    read_example,
     self_play,
     shaped,
     shipped_examples,
@@ -180,6 +181,17 @@ def test_every_line_that_is_left_out_is_named_with_its_reason(
     assert said.startswith(f"{path}: 2 left out, ")
     assert reason in said
     assert said.endswith(": line 2, 4\n")
+
+
+def test_a_line_longer_than_the_model_is_left_out(played: list[str]) -> None:
+    """It ended training, hours later: an IndexError, or a prompt that left no room for its answer."""
+    history = " ".join(["e2e4"] * 100)
+    line = f"A: {START}+e2e4+{history}+{parse_line(played[0]).answer}"  # type: ignore[union-attr]
+    assert read_example(line, LineTokens()).kind == "A"
+    with pytest.raises(ValueError, match="too long for the model"):
+        read_example(line, LineTokens(), 256)
+    for each in (P_LINE, *played[:300]):
+        read_example(each, LineTokens(), 256)
 
 
 def test_a_line_may_show_that_a_move_is_illegal(played: list[str], tmp_path: Path) -> None:

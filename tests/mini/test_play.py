@@ -12,7 +12,7 @@ import chess
 import chess.pgn
 import pytest
 
-from mini.pretrain import NO_MOVE, Match, answered_move, pgn, play_matches, scores
+from mini.pretrain import NO_MOVE, Match, answered_move, opening, pgn, play_matches, scores
 from tests.mini.helpers import fake_engine, run_mini, untrained
 
 FOOLS_MATE = ("f2f3", "e7e5", "g2g4", "d8h4")
@@ -50,6 +50,19 @@ def test_who_names_no_legal_move_has_lost() -> None:
     assert {(match.result, match.why) for match in matches} == {("0-1", NO_MOVE), ("1-0", NO_MOVE)}
     assert scores(matches) == {"won": 0, "drawn": 0, "lost": 1, "no move": 1}
     assert scores(play_matches(first, none, 4, random.Random(1))) == {"won": 1, "drawn": 0, "lost": 0, "no move": 1}
+
+
+def test_no_game_begins_with_a_mate() -> None:
+    """Seed 1160's first four random moves are the fool's mate: there was no move to choose from."""
+    rng = random.Random(1160)
+    assert all(any(opening(rng).legal_moves) for _ in range(25))
+
+
+def test_a_place_that_cannot_be_written_costs_no_table(tmp_path: Path) -> None:
+    done = run_mini("play", "--init", untrained(tmp_path), "--games", 2, "--out", tmp_path, "--max-new-tokens", 4)
+    assert done.returncode == 2
+    assert "no move" in done.stdout
+    assert "cannot be written" in done.stderr
 
 
 def test_a_game_in_pgn() -> None:

@@ -76,6 +76,9 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(data: Path, tmp_path: Pa
         assert done.returncode == 0, done.stderr
         told[name] = json.loads(done.stdout.splitlines()[-1])
         assert digest(tmp_path / name / "model") in done.stderr
+        assert done.stderr.count("step ") == done.stderr.count(
+            "nats a character, P"
+        )  # every --eval-steps, and the last
     assert [point["step"] for point in told["whole"]["curve"]] == [2, 4]
     assert told["whole"]["the corpus"] == told["parts"]["the corpus"]
     assert told["whole"]["the chess job, likeliest"] == told["parts"]["the chess job, likeliest"]
@@ -115,6 +118,10 @@ def test_data_that_cannot_be_used_is_one_line(data: Path, tmp_path: Path) -> Non
     done = run_mini("pretrain", "--data", short, "--held-out", 5, "--steps", 1, "--log-dir", tmp_path / "run")
     assert (done.returncode, done.stderr.count("error:")) == (2, 1)
     assert "short: no P line is left to train on: lower --held-out 5" in done.stderr
+    (short / "p.txt").write_text("P: nonsense\n")  # with --p-share 0 it divided by zero, after the last step
+    done = run_mini("pretrain", "--data", short, "--p-share", 0, "--log-dir", tmp_path / "run")
+    assert (done.returncode, done.stderr.count("error:")) == (2, 1)
+    assert "no P line can be used" in done.stderr
 
 
 def test_the_shipped_weights_are_the_recorded_ones_and_know_chess() -> None:

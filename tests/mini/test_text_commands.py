@@ -196,6 +196,32 @@ def test_a_run_writes_on_from_a_prompt(attention: str, tmp_path: Path, capsys: p
     assert run_mini("sample", "--init", tmp_path / "run").returncode == 0  # from the text's first character
 
 
+def test_a_texts_model_takes_any_prompt_and_no_more_tokens_than_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt that begins like one of chess was taken for one, and a short model needed --max-new-tokens."""
+    text = tmp_path / "chess.txt"
+    text.write_text("P: 8/8/8/4k3 w\nA: e2e4\n" * 40)
+    run(tmp_path, capsys, "--data", text, "--n-positions", 32)
+    for prompt in ("P: 8/8", "A: e"):
+        done = run_mini("sample", "--init", tmp_path / "run", "--prompt", prompt, "--k-samples", 1)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.partition("\n")[2].startswith(prompt)
+
+
+def test_a_share_too_small_to_mask_anything_masks_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path, capsys, "--algo", "denoise", "--mask-share", 1e-5)
+    assert result["after"]["right"] in (0, 1)
+
+
+def test_a_run_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config.json was called damaged."""
+    run(tmp_path, capsys, "--algo", "denoise")
+    done = run_mini("sample", "--init", tmp_path / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is a run without a model" in done.stderr
+
+
 @pytest.mark.parametrize(("words", "complaint"), [
     (["sample", "--prompt", "the Cat"], "--prompt: the text has no 'C'"),
     (["sample", "--prompt", ""], "--prompt is empty"),
