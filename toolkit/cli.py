@@ -245,6 +245,8 @@ def check_sampler(config: Any) -> None:
 ITS_PLACE = ("output_dir", "run_name", "resume", "json")  # what a run's options say of the run itself
 
 
+# A key that reads otherwise, or a value that reads as an option, could name one that no file decides, or tyro's own.
+KEY, OPTION = re.compile("(?!(h|help|tyro_.*)$)[a-z][a-z_0-9]*"), re.compile("--|-[A-Za-z]")
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML spells it
 
 
@@ -257,7 +259,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
 
     try:
         options = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # of texts: a stage 6:16 is no number
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is neither YAML nor JSON"
         raise UsageError(f"--config {path} cannot be read: {reason}") from None
     if not isinstance(options, dict):
@@ -268,18 +270,22 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     words: list[str] = []
     for key, value in options.items():
         name = str(key).replace("-", "_")
-        if name in PERMISSIONS and str(value).lower() not in map(str.lower, map(str, PERMISSIONS[name])):
-            raise UsageError(f"--config {path} sets {spelled(name)}, which no file decides: name it as an option")
+        option = name.removeprefix("no_")
+        values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        if not KEY.fullmatch(name) or any(map(OPTION.match, values)):
+            raise UsageError(f"--config {path}: {key} is no option with a value")
+        allowed = map(str.lower, map(str, PERMISSIONS.get(option, ())))
+        if option in PERMISSIONS and (name != option or str(value).lower() not in allowed):
+            raise UsageError(f"--config {path} sets {spelled(option)}, which no file decides: name it as an option")
         if isinstance(value, list) and len(value) != 1 and not isinstance(getattr(kind, name, ()), tuple):
             raise UsageError(f"--config {path}: {key} is one value, not {len(value)}")
-        option = name.removeprefix("no_")
         if isinstance(getattr(kind, option, None), bool):
             if str(value).lower() not in SWITCH:
                 raise UsageError(f"--config {path}: {key} is true or false, not {value!r}")
             on = SWITCH[str(value).lower()] == (name == option)
             words.append(spelled(option if on else f"no_{option}"))
         elif value not in ("", "null"):
-            words += [spelled(name), *(map(str, value) if isinstance(value, list) else [str(value)])]
+            words += [spelled(name), *values]
     return words
 
 
@@ -397,7 +403,10 @@ def with_own_game(config: Any, argv: list[str], prog: str, defaults: Callable[[s
     elif not plays and not options:
         recipe = defaults(str(path), "stable", "none")  # asked as in training
         options = [word for name in HOW_IT_IS_ASKED for word in (spelled(name), str(getattr(recipe, name)))]
-    made_for = parse(type(config), [*length, *options, *argv], prog) if options or length else copy.copy(config)
+    try:
+        made_for = parse(type(config), [*length, *options, *argv], prog) if options or length else copy.copy(config)
+    except UsageError as error:
+        raise UsageError(f"{error} (with the options of {path}: {' '.join(options)})") from None
     if plays:
         config.player = made_for.player = str(path)
     if options and made_for != config:

@@ -241,6 +241,13 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("- steps", "holds no options: write one a line, like steps: 100"),
         ("", "holds no options"),
         ("steps: [", "is neither YAML nor JSON"),
+        ("a: " + "[" * 3000, "is neither YAML nor JSON"),
+        # What was read as another option: one that no file decides, or tyro's own, which writes a file.
+        ('ladder: ["6:16", "--unsafe-no-jail"]', "ladder is no option with a value"),
+        ("no_unsafe_no_jail: false", "sets --unsafe-no-jail, which no file decides"),
+        ('"report-to=wandb": []', "report-to=wandb is no option with a value"),
+        ("tyro-write-completion: [bash, written]", "tyro-write-completion is no option with a value"),
+        ("help: yes", "help is no option with a value"),
     ],
 )
 def test_a_wrong_file_of_options_gets_one_line(
