@@ -1314,8 +1314,11 @@ class PlayOptions:
         """The game can be played, and a model's options ask one."""
         if not self.model and (self.answers, self.seed) != (PlayOptions.answers, PlayOptions.seed):
             raise UsageError("--answers and --seed need a model after --model: boards have --seeds")
-        if (self.served_name or self.api_key_file) and not (self.model and self.player.startswith("http")):
-            raise UsageError("--served-name and --api-key-file need a server's URL after --model")
+        if self.served_name or self.api_key_file:
+            from toolkit.serve.ask import URL
+
+            if not (self.model and URL.match(self.player)):
+                raise UsageError("--served-name and --api-key-file need a server's URL after --model")
         try:
             check_game(self.size, self.target)
             Stage.read(f"{self.size}:{self.target}")
@@ -1804,6 +1807,7 @@ def learn(
         trainer.train(resume_from_checkpoint=checkpoint)
     weights = ranks.whole_weights(trainer)
     if RANK == 0:
+        (run / "adapter" / "README.md").unlink(missing_ok=True)  # results of earlier weights
         model.save_pretrained(run / "adapter", state_dict=weights)
         tokenizer.save_pretrained(run / "adapter")
     return progress

@@ -24,7 +24,7 @@ from mini import __main__ as mini
 from mini.config import ChessConfig
 from tests.helpers import HELD_OUT, HONEST, ROOT, run, run_python
 from tests.record_run import RECORDED
-from toolkit import cli, spelled
+from toolkit import UsageError, cli, spelled
 from toolkit.run.checkpoints import keep_config
 from toolkit.run.runs import write_program
 
@@ -445,6 +445,37 @@ def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call
     assert stage["model"]["largest_tile_median"] < 16
     assert {name: control["won"] for name, control in stage["controls"].items()} == dict.fromkeys(
         ("random", "rotation", "greedy", "expert"), 1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("best", "shown"),
+    [
+        (b'# made for {"held_out": ["4:16"], "keys": "bepo"}\n', True),
+        (b'# made for {"held_out": ["4:16"], "keys": "wasd"}\n', False),
+        (b'# made for {"keys": 1}\n', False),
+        (b"\xff\xfe", False),
+    ],
+)
+def test_the_best_of_n_stands_beside_a_program_for_the_same_keys(
+    best: bytes, shown: bool, honest: Path, call: Call
+) -> None:
+    """It won nothing with others; and a file that could not be read lost a whole evaluation."""
+    (honest.parent / "best_of_n.py").write_bytes(best + CONSTANT.encode())
+    result = json.loads(call("eval", honest, "--games", 2, *HELD_OUT, "--json")[0])
+    assert all(("best_of_n" in stage["controls"]) is shown for stage in result["scores"].values())
+
+
+def test_a_games_option_that_nobody_gave_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f'# made for {{"held_out": ["4:2048"], "timeout": 99999}}\n{CONSTANT}')
+    with pytest.raises(UsageError, match=rf"--timeout must lie .* \(with the options of {path}: --size 4"):
+        program.parse_arguments(["play", str(path)])
+    path.write_text(f"# made for this game I wrote a thing\n{CONSTANT}")  # it was called damaged
+    assert program.parse_arguments(["play", str(path)]).player == str(path)
+
+
+def test_a_servers_address_may_have_no_scheme() -> None:
+    assert program.parse_arguments(["play", "--model", "127.0.0.1:9/v1", "--served-name", "x"]).served_name == "x"
 
 
 def test_the_jail_that_was_left_off_is_recorded(honest: Path, call: Call) -> None:

@@ -53,7 +53,7 @@ def test_the_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -
     told = json.loads(out)
     assert told["fit"]
     assert told["versions"]["trl"] == "1.14.2"
-    assert told["checks"].keys() == {"settings", "jail", "model"}  # memory is a question of GPUs
+    assert told["checks"].keys() == {"settings", "jail", "boards", "model"}  # memory is a question of GPUs
     assert "unsloth" in err
 
 
@@ -67,7 +67,7 @@ def test_memory_is_a_warning_and_no_refusal(gpt_oss: Path, examined: Examined) -
     told, text = examined(H100, DoctorConfig(str(gpt_oss)))
     assert told["fit"]
     assert (told["warnings"], lines(text, "warning")) == (["memory"], ["fits"])
-    assert lines(text, "ok") == ["jail", "model"]
+    assert lines(text, "ok") == ["jail", "boards", "model"]
     told, text = examined(GB10, DoctorConfig(str(gpt_oss)))
     assert told["warnings"] == []
     assert told["checks"]["memory"] == "about 22 GB needed"
@@ -165,4 +165,5 @@ def test_a_jail_that_does_not_hold_is_told_beside_the_rest(examined: Examined) -
     assert not told["fit"]
     assert lines(text, "NO") == ["jail"]
     assert "no seccomp [here]" in text
+    assert told["checks"]["boards"] == "have a key that only this user can read"
     assert told["checks"]["model"].startswith("tiny is available; --model smollm2 is a real language model")

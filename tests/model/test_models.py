@@ -13,7 +13,15 @@ from tests.fake_hub import FakeHub
 from tests.helpers import HELD_OUT, NO_TENSORS, run
 from tests.model.conftest import save_model
 from toolkit import UsageError
-from toolkit.model.models import check_model, instruct_variant, is_in_mxfp4, resolve_model, stays_as_stored
+from toolkit.model.models import (
+    adapter_base,
+    check_model,
+    instruct_variant,
+    is_in_mxfp4,
+    positions_of,
+    resolve_model,
+    stays_as_stored,
+)
 from toolkit.model.tiny import folder_of
 
 
@@ -42,6 +50,17 @@ def test_a_folders_own_config_says_how_its_experts_are_stored(tmp_path: Path) ->
         assert is_in_mxfp4(str(folder)) is bool(stored)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
     assert not is_in_mxfp4(str(tmp_path))  # its experts may be apart, as in 4 bits
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')  # as some programs write it
+    assert not is_in_mxfp4(str(tmp_path))
+
+
+def test_a_value_of_a_wrong_type_is_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": "x"}')
+    with pytest.raises(UsageError, match=r"config\.json is damaged"):
+        positions_of(str(tmp_path), 9)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": 5}')
+    with pytest.raises(UsageError, match=r"adapter_config\.json is damaged"):
+        adapter_base(str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -437,6 +437,14 @@ def test_a_finished_run_whose_checkpoints_are_damaged_says_so(damaged: bool, tmp
     assert (run / "result.json").exists()
 
 
+@pytest.mark.parametrize("link", ["run/best", "latest"])
+def test_a_copy_that_followed_the_links_is_named_before_anything_is_done(link: str, tmp_path: Path) -> None:
+    """It ended in a traceback after a step, and left a link for which the next start was refused."""
+    (tmp_path / link).mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"{link} is a folder, and was a link: remove it"):
+        begun(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\): choose another --output-dir"):

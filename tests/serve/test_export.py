@@ -24,6 +24,7 @@ from tests.helpers import HELD_OUT, ROOT, run, run_python
 from tests.model.test_families import SMALL, gpt2, save_random
 from toolkit import UsageError
 from toolkit.model import adapters, smollm2, tiny
+from toolkit.run.card import model_card
 from toolkit.serve import export, verify
 
 if TYPE_CHECKING:
@@ -234,7 +235,21 @@ def test_a_damaged_adapter_gets_one_line(
 
 def test_a_checkpoint_can_be_exported(learned: Path, tmp_path: Path) -> None:
     exported(learned / "checkpoint-1", "lora", tmp_path / "lora")
-    assert '"run_name": "run"' in (tmp_path / "lora" / "README.md").read_text()
+    card = (tmp_path / "lora" / "README.md").read_text()
+    assert '"run_name": "run"' in card
+    assert "after training" not in card  # these results are of other weights
+
+
+def test_an_adapter_without_a_tokenizer_has_its_models(learned: Path, tmp_path: Path) -> None:
+    """As the one that a run began from.  A killed export's folder, the size of a model, goes with the next one."""
+    adapter = Path(shutil.copytree(learned / "adapter", tmp_path / "adapter"))
+    for file in adapter.glob("tokenizer*"):
+        file.unlink()
+    left = tmp_path / ".export-killed"
+    left.mkdir()
+    exported(adapter, "lora", tmp_path / "lora")
+    assert (tmp_path / "lora" / "tokenizer_config.json").is_file()
+    assert not left.exists()
 
 
 def test_an_embedded_model_that_left_the_cache_is_made_again(
@@ -260,6 +275,9 @@ def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -
     assert f"| after training | {result['scores']['3x3']['after']['won']:.0%} |" in card
     assert '"seed": 3407' in card
     assert "It was not compared with the model as trained." in card
+    (tmp_path / "result.json").write_text('{"scores": {"4x4": {"target": 2048}}}')
+    with pytest.raises(UsageError, match=r"result\.json is damaged"):
+        model_card("base", "lora", tmp_path)
     assert str(tmp_path) not in card
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from toolkit import UsageError
 from toolkit.base.files import read_json, write_whole
 from toolkit.games import duration
+from toolkit.games.evaluation import board_key
 from toolkit.model import smollm2
 from toolkit.model.machine import Machine, find_machine, library_versions, prepare_environment
 from toolkit.model.memory import memory_needed, too_little_memory
@@ -172,6 +173,10 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
         program.shared_pool()  # raises UsageError if the jail does not hold
         return f"holds, {len(os.sched_getaffinity(0))} workers"
 
+    def boards() -> str:
+        board_key()  # raises UsageError if it cannot be kept
+        return "have a key that only this user can read"
+
     def settings() -> str:
         rows.extend(choose_settings(machine, name, choice, uses_transformers(planned)).rows)
         if machine.gpu or speed:
@@ -192,7 +197,8 @@ def doctor(config: DoctorConfig, console: Console, program: Program) -> dict[str
 
     checks: dict[str, str] = {}
     wrong: list[str] = []
-    known = {"settings": settings, "jail": players, "model": model} | ({"memory": memory} if machine.gpu else {})
+    known = {"settings": settings, "jail": players, "boards": boards, "model": model}
+    known |= {"memory": memory} if machine.gpu else {}
     for part, check in known.items():
         try:
             checks[part] = check()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError
-from toolkit.base.files import check_whole, read_json
+from toolkit.base.files import check_whole, naming, read_json
 from toolkit.model import machine, smollm2
 from toolkit.model.tiny import POSITIONS, layout_of
 
@@ -40,8 +40,9 @@ def resolve_model(name: str) -> str:
 
 def adapter_base(name: str) -> Path | None:
     """The base model of an adapter's folder; None if the folder holds no adapter."""
-    base = read_json(Path(name) / "adapter_config.json").get("base_model_name_or_path")
-    return Path(base) if base else None
+    base = read_json(file := Path(name) / "adapter_config.json").get("base_model_name_or_path")
+    with naming(file):
+        return Path(base) if base else None
 
 
 def base_of(name: str) -> str:
@@ -61,7 +62,8 @@ MADE_HERE = {"tiny": POSITIONS, "smollm2": smollm2.POSITIONS}  # models made on 
 def positions_of(name: str, unknown: int) -> int:
     """How many tokens a model made here or a folder's model takes, prompt and completion; `unknown` of any other."""
     base = base_of(name)
-    return int(MADE_HERE.get(base) or read_json(Path(base, "config.json")).get("max_position_embeddings") or unknown)
+    with naming(file := Path(base, "config.json")):
+        return int(MADE_HERE.get(base) or read_json(file).get("max_position_embeddings") or unknown)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def is_in_mxfp4(name: str) -> bool:
         return False
     config = read_json(Path(name) / "config.json")
     if config:
-        return bool(config.get("quantization_config", {}).get("quant_method") == "mxfp4")
+        return bool((config.get("quantization_config") or {}).get("quant_method") == "mxfp4")
     return Path(name).name.lower() in ("gpt-oss-20b", "gpt-oss-120b")
 
 
@@ -174,7 +176,7 @@ def check_model(name: str, reasoning: str, tokens: int = 0) -> None:
     if tokens > (positions := positions_of(name, tokens)):
         raise UsageError(
             f"prompt and completion may take {tokens} tokens, and {name} has {positions} positions: lower "
-            "--max-new-tokens or --max-seq-length"
+            "--max-new-tokens"
         )
     if folder.is_dir():
         if base is None:

@@ -96,17 +96,22 @@ def beginning(run: Path) -> str:
         return f" from another run's adapter on (SHA-256 `{start['digests'][WEIGHTS]}`)" if start else ""
 
 
-def model_card(base: str, format: str, run: Path, verified: str = "") -> str:
-    """README.md of an export: what it is, the run's results, how to load it, and the run's config with its seed."""
-    config, result = read_json(run / "config.json"), read_json(run / "result.json")
+def model_card(base: str, format: str, run: Path, verified: str = "", last: bool = True) -> str:
+    """README.md of an export: what it is, how to load it, the run's config with its seed, and the run's results.
+
+    These are of its last adapter, so an earlier one has none.
+    """
+    config, result = read_json(run / "config.json"), read_json(run / "result.json") if last else {}
     config.pop("output_dir", None)  # a path on this machine
     settings, this = json.dumps(config, indent=2), FORMATS[format]
+    with naming(run / "result.json"):
+        results = results_table(result)
     return MODEL_CARD.format(
         library=this.library,
         kind=this.kind,
         start=beginning(run),
         use=this.use,
-        results=results_table(result),
+        results=results,
         verified=(
             f"\nCompared with the model as trained, on held-out prompts. {verified}.\n"
             if verified

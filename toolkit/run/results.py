@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit import OutOfMemory, ServerFailed
+from toolkit import OutOfMemory, ServerFailed, UsageError
 from toolkit.base import files
 from toolkit.base.ranks import RANK, RANKS, by_first_rank
 from toolkit.games import duration, evaluation
@@ -91,9 +91,10 @@ def score_untrained(
     """The scores by stage of the model that the run began with.  They are measured once in a run, after training,
     because the first step should not wait for them, and once more where the boards have changed."""
     file, boards = run / "before.json", {stage: board_names(here) for stage, here in games.evaluators.items()}
-    found = by_first_rank(partial(files.read_json, file))
-    if {stage: row.get("boards") for stage, row in found.items()} == boards:
-        return {stage: evaluation.read_score(row) for stage, row in found.items()}
+    with files.naming(file):
+        found = by_first_rank(partial(files.read_json, file))
+        if {stage: row.get("boards") for stage, row in found.items()} == boards:
+            return {stage: evaluation.read_score(row) for stage, row in found.items()}
     say(f"playing {games.boards} held-out boards with the untrained model")
     with model.disable_adapter():
         scores = evaluate_model(games.evaluators, model, tokenizer)
@@ -232,8 +233,10 @@ def conclude_evaluation(
     `scores` are a model's by stage; a program's are among the `games`.  Prints the tables.  Returns what `eval --json`
     prints.
     """
-    if (file := Path(model).parent / f"{BEST_OF_N}.py").is_file():
-        games.add({BEST_OF_N: file.read_text(encoding="utf-8")})
+    file, keys = Path(model).parent / f"{BEST_OF_N}.py", next(iter(games.evaluators.values())).config.keys
+    with contextlib.suppress(UsageError):  # a damaged file costs no evaluation
+        if runs.options_of(file, ("keys",)) == ["--keys", keys]:  # with others it would win nothing
+            games.add({BEST_OF_N: file.read_text(encoding="utf-8")})
     found, played = {}, games.scores()
     for stage, here in games.evaluators.items():
         known = {evaluation.MODEL: scores.get(stage) or played[stage].pop(evaluation.MODEL)}

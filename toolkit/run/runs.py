@@ -94,6 +94,13 @@ def make_latest(run: Path) -> None:
     point(run.parent / "latest", run.name)
 
 
+def check_pointers(run: Path) -> None:
+    """Raise UsageError where a copy has followed the links that this program makes, so that it could not move them."""
+    for link in (run / "best", run.parent / "latest"):
+        if link.is_dir() and not link.is_symlink():
+            raise UsageError(f"{link} is a folder, and was a link: remove it")
+
+
 def open_run(config: RunConfig) -> Path:
     """The run's folder: a new one with its config.json, or an existing one to resume.
 
@@ -105,6 +112,7 @@ def open_run(config: RunConfig) -> Path:
     run = config.output_dir / name
     try:
         run.mkdir(parents=True, exist_ok=True)
+        check_pointers(run)
         stored, steps = read_json(run / "config.json"), getattr(config, "steps", 0)
         result = read_json(run / "result.json") if stored else {}
         with naming(run / "result.json"):
@@ -253,7 +261,7 @@ def options_of(path: Path, names: Container[str]) -> list[str]:
     if path.suffix == ".py":
         with contextlib.suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
             first = file.readline()
-            if first.startswith(MADE_FOR):
+            if first.startswith(f"{MADE_FOR}{{"):  # a person may write the same words
                 with naming(path):
                     game = json.loads(first.removeprefix(MADE_FOR))
     else:

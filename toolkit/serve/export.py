@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit import UsageError, checked
+from toolkit.base.cached_models import removing_leftovers
 from toolkit.base.files import check_links, check_whole, naming, read_json
 from toolkit.model import smollm2, tiny
 from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
@@ -394,11 +395,15 @@ def write_export(
 
     run, this, found, report = find_run(config.source), FORMATS[config.format], None, ""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
+    with (
+        removing_leftovers(folder.parent, ".export-*"),
+        tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch,
+    ):
         made, lora = Path(scratch) / "made", Path(scratch) / "lora"
         lora.mkdir()
         write_adapter(adapter, base, lora)
-        tokenizer = AutoTokenizer.from_pretrained(adapter, **OWN_CODE_ALONE)
+        own = (adapter / "tokenizer_config.json").is_file()  # what a run began from has none
+        tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, **OWN_CODE_ALONE)
         tokenizer.save_pretrained(lora)
         for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")
@@ -419,7 +424,8 @@ def write_export(
             report = verify.report(found, config.format, this.exact, this.instead)
             say(report)
             report = f"{serving_program(config.format)} ran it: {report}"
-        (made / "README.md").write_text(model_card(base, config.format, run, report), encoding="utf-8")
+        card = model_card(base, config.format, run, report, last=adapter == run / "adapter")
+        (made / "README.md").write_text(card, encoding="utf-8")
         keep_config(run, made)
         if folder.exists():
             folder.rename(Path(scratch) / "old")
