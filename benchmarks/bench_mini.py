@@ -42,7 +42,7 @@ from rich.table import Table  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from mini.chess_lines import ChessTask, build_corpus, prepare  # noqa: E402
-from mini.config import ChessConfig, EvalConfig  # noqa: E402
+from mini.config import ChessConfig  # noqa: E402
 from mini.grpo import Learner, train  # noqa: E402
 from mini.model import GPT, GptConfig, Rows, Sampling, generate  # noqa: E402
 from mini.runs import LineTokens, save_model  # noqa: E402
@@ -150,7 +150,7 @@ def measure_steps(args: Args, task: ChessTask, model: GPT) -> dict[str, Any]:
 
 def speed(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
     """Both comparisons, with the shipped model, as speed depends on the length of answers."""
-    options = EvalConfig()
+    options = ChessConfig()
     model, tokens, _ = prepare(options)
     task = ChessTask(tokens, options, build_corpus(options, tokens))
     rates, steps = measure_generation(args, task, model), measure_steps(args, task, model)
@@ -189,7 +189,7 @@ def large(args: Args, console: Console) -> tuple[dict[str, Any], bool]:
             return random.Random(item.prompt).choices(range(1000), k=48 if item.kind == "P" else 88)
 
     torch.manual_seed(0)
-    options = EvalConfig(a_lines=100)
+    options = ChessConfig(a_lines=100)
     task = Documents(LineTokens(), options, build_corpus(options, LineTokens()))
     task.end = 50256
     task.tokens.decode = lambda ids: ""  # type: ignore[method-assign]

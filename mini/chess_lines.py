@@ -360,7 +360,11 @@ def prompts_of(held_out: dict[Kind, list[Example]]) -> set[str]:
 
 
 def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -> Corpus:
-    """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training."""
+    """Held-out documents depend on the data alone, not on --seed.  Their prompts are excluded from training.
+
+    To evaluate, no A lines are played: only a control reads what is left, which needs P lines.
+    """
+    a_lines, p_share = (config.a_lines, config.p_share) if isinstance(config, ChessConfig) else (0, 0.5)
     if config.data:
         examples = read_corpus(config.data, tokens, room)
         random.Random("held out").shuffle(examples)
@@ -371,17 +375,17 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
         if config.held_out >= len(policy):
             raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
         held_out = usual_held_out(config.held_out)
-        played = islice(self_play(random.Random(f"games {config.seed}")), config.a_lines)
+        played = islice(self_play(random.Random(f"games {config.seed}")), a_lines)
         both_colours = [best_first(e) for line in policy for e in (line, mirrored(line))]
         train = {"P": both_colours, "A": [e for line in played if (e := parse_line(line))]}
     forbidden = prompts_of(held_out)
     train = {kind: [example for example in train[kind] if example.prompt not in forbidden] for kind in KINDS}
-    for kind in KINDS:
+    for kind in KINDS if a_lines else ("P",):
         if not train[kind]:
             usable = f"{len(held_out[kind])} usable {kind} lines"
             raise UsageError(f"--held-out {config.held_out}: of {usable} none are left to train on")
     say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
-    return Corpus(train, held_out, config.p_share)
+    return Corpus(train, held_out, p_share)
 
 
 class ChessTask:

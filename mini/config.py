@@ -79,15 +79,15 @@ class ChessOptions(JudgeOptions):
     """The chess model, its data, sampling and the judge."""
 
     data: Path | None = None  # corpus with one P or A line per line; default: shipped P lines and self-play
-    a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
-    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among documents and prompts
     held_out: Annotated[int, (1, 1e6)] = 128  # held-out prompts per task
 
 
 @dataclass(kw_only=True)
 class GrpoOptions:
-    """The algorithm."""
+    """The prompts and the algorithm."""
 
+    a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
+    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among the prompts
     steps: Annotated[int, (0, 1e7)] = 120  # GRPO steps
     batch_size: Annotated[int, (1, 4096)] = 16  # prompts per step
     k_samples: Annotated[int, (1, 4096)] = 8  # completions per prompt: a group
@@ -135,6 +135,7 @@ class PretrainOptions(ChessOptions):
 
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
     held_out: Annotated[int, (1, 1e6)] = 256  # held-out prompts per task, of the corpus and of the chess job each
+    p_share: Annotated[float, (0, 1)] = 0.6  # share of P among the documents
     init: Path | None = None  # go on from this folder's model or run, instead of from GPT-2's own start values
     n_layer: Annotated[int, (1, 100)] = 8
     n_head: Annotated[int, (1, 100)] = 5

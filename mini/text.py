@@ -222,7 +222,8 @@ def ppo_step(learner: Learner, text: Tensor, config: TextConfig) -> Figures:
         advantages = grpo.gae(paid, expected, torch.ones_like(paid), config.gamma, config.gae_lambda)
         advantages = advantages.unflatten(0, (-1, rewards.shape[2])).transpose(1, 2)  # (R, T, A)
         returns = advantages + values
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        if advantages.numel() > 1:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     kl_coef = grpo.warmed_up(learner.kl.coef, learner.tokens, config.kl_warmup_tokens)
     sums = defaultdict[str, float](float)
     generator = torch.Generator().manual_seed(learner.step)

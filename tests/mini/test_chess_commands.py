@@ -68,7 +68,7 @@ def few_lines() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def task() -> ChessTask:
     """By the published grammar."""
-    config = EvalConfig(a_lines=400, held_out=64, grammar="published")
+    config = ChessConfig(a_lines=400, held_out=64, grammar="published")
     return ChessTask(LineTokens(), config, build_corpus(config, LineTokens()))
 
 
@@ -83,7 +83,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
 
 
 def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on(task: ChessTask) -> None:
-    other = build_corpus(EvalConfig(a_lines=200, held_out=64, seed=9), LineTokens())
+    other = build_corpus(ChessConfig(a_lines=200, held_out=64, seed=9), LineTokens())
     assert other.held_out == task.corpus.held_out
     assert other.train["A"][:100] != task.corpus.train["A"][:100]
     for corpus in (other, task.corpus):
@@ -148,7 +148,7 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
     What is left is to copy it with the other side to move.
     """
-    configs = [EvalConfig(grammar=grammar, held_out=32, a_lines=200) for grammar in ("published", "strict")]
+    configs = [ChessConfig(grammar=grammar, held_out=32, a_lines=200) for grammar in ("published", "strict")]
     told = [controls(ChessTask(task.tokens, config, build_corpus(config, task.tokens))) for config in configs]
     published, strict = ({name: one for name, by_task in each.items() for one in by_task.values()} for each in told)
     assert list(strict) == list(published) == ["blind", "copied", "copied, other side", "five fixed moves",
@@ -165,7 +165,7 @@ def test_controls_need_no_learning(task: ChessTask) -> None:
 
 def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Lines that are not well-formed are left out, and counted."""
-    corpus = build_corpus(EvalConfig(a_lines=100, held_out=8), LineTokens())
+    corpus = build_corpus(ChessConfig(a_lines=100, held_out=8), LineTokens())
     lines = [example.prompt + example.answer for name in ("A", "P") for example in corpus.train[name]]
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join([*lines, "A: 8/8 w+e2e4+e2e4+x+0+0+0"]))
@@ -263,7 +263,7 @@ def test_a_resumed_run_must_be_the_same_run(quick: tuple[object, ...], chess_run
 
 def test_eval_and_sample_read_the_trained_model(chess_run: Trained) -> None:
     model = chess_run[0] / "model"
-    done = run_mini("eval", "--init", model, *DATA, "--json")
+    done = run_mini("eval", "--init", model, *DATA[2:], "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told.pop("controls") == chess_run[2]["controls"]
@@ -335,7 +335,8 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["eval", "--init", "/nowhere"], "/nowhere/config.json: No such file"),
     (["eval", "--data", "/nowhere"], "/nowhere: No such file"),
     (["eval", "--held-out", "100000"], "none are left to train on"),
-    (["eval", "--max-new-tokens", "1000", "--a-lines", "9"], "lower --max-new-tokens"),
+    (["eval", "--max-new-tokens", "1000"], "lower --max-new-tokens"),
+    (["eval", "--a-lines", "9"], "no option --a-lines"),  # it did nothing there
     (["sample", "--prompt", "What?"], "--prompt must be"),
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
