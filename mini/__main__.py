@@ -57,7 +57,7 @@ def run(config: options.Config) -> dict[str, Any]:
         options.TextConfig: text.text_command,
     }
     try:
-        with naming_memory("computing", "a smaller model or --batch-size"), cli.while_it_is_read():
+        with naming_memory("computing", "a smaller model or batch"), cli.while_it_is_read():
             return commands[type(config)](config)
     except Diverged as what:
         raise UsageError(f"a {what} is not finite: lower --warm-lr or --control-lr, or take another --init") from None

@@ -288,7 +288,7 @@ class Corpus:
 
     train: dict[Kind, list[Example]]
     held_out: dict[Kind, list[Example]]
-    p_share: float = 0.5  # of P among the prompts of training
+    p_share: float = 0.0  # of P among the prompts that are drawn
 
 
 def shipped_examples() -> list[Example]:
@@ -308,7 +308,9 @@ def best_first(example: Example) -> Example:
     The judge takes any order, and small errors of an eval cost little.  Shuffled, five moves have 120 spellings, and
     hundredths of a pawn are noise: a model spends its training on both.
     """
-    evals, best = parse_policy(example.answer.strip()) or ({}, "")  # never: it was judged when it was read
+    parsed = parse_policy(example.answer.strip())
+    assert parsed is not None  # it was judged when it was read
+    evals, best = parsed
     pairs = sorted(evals.items(), key=lambda pair: (pair[0] != best, -pair[1]))
     pawns = " ".join(f"{max(-99, min(99, round(value)))}.00" for _, value in pairs)
     return Example("P", example.prompt, f"M: {' '.join(move for move, _ in pairs)} E: {pawns} B: {best}")
@@ -364,7 +366,7 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
 
     To evaluate, no A lines are played: only a control reads what is left, which needs P lines.
     """
-    a_lines, p_share = (config.a_lines, config.p_share) if isinstance(config, ChessConfig) else (0, 0.5)
+    a_lines, p_share = (config.a_lines, config.p_share) if isinstance(config, ChessConfig) else (0, 0.0)
     if config.data:
         examples = read_corpus(config.data, tokens, room)
         random.Random("held out").shuffle(examples)
@@ -384,7 +386,8 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
         if not train[kind]:
             usable = f"{len(held_out[kind])} usable {kind} lines"
             raise UsageError(f"--held-out {config.held_out}: of {usable} none are left to train on")
-    say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
+    if a_lines:
+        say(" and ".join(f"{len(train[kind])} {kind}" for kind in KINDS) + " lines to train on")
     return Corpus(train, held_out, p_share)
 
 
@@ -524,9 +527,11 @@ SHOWN += ["kl_exact", "kl_coef", "clip_share", "entropy", "zero_spread", "second
 
 def model_folder(folder: Path) -> Path:
     """A folder with a model, or the model's in a run's folder."""
-    if (folder / "start.pt").is_file() and not (folder / "model").is_dir():
+    if (folder / "model").is_dir():
+        return folder / "model"
+    if (folder / "start.pt").is_file():
         raise UsageError(f"{folder} is a run without a model: end it with --resume (a denoiser leaves none)")
-    return folder / "model" if (folder / "model").is_dir() else folder
+    return folder
 
 
 def prepare(config: SamplingOptions) -> tuple[GPT, Tokens, Sampling]:

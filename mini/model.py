@@ -178,9 +178,12 @@ class GPT(nn.Module):
         T, L = ids.shape[1], mask.shape[1]
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)  # (N, L)
         x = self.wte(ids) + self.wpe(positions[:, L - T :])  # (N, T, C)
-        earlier = torch.ones(T, L, dtype=torch.bool, device=ids.device).tril(L - T if causal else L)
-        itself = torch.eye(L, dtype=torch.bool, device=ids.device)  # otherwise padding would see nothing and become NaN
-        visible = (earlier & mask[:, None, None].bool()) | itself[L - T :]  # (N, 1, T, L)
+        columns = torch.arange(L, device=ids.device)
+        rows = columns[L - T :, None]
+        visible = mask[:, None, None].bool() & ((columns <= rows) if causal else True)  # (N, 1, T or 1, L)
+        visible = visible | (
+            columns == rows
+        )  # itself: otherwise padding would see nothing and become NaN; (N, 1, T, L)
         for i, block in enumerate(self.h):
             x = block(x, visible, cache and cache[i])
         out: Tensor = self.ln_f(x)

@@ -273,7 +273,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         option = name.removeprefix("no_")
         values = list(map(str, value)) if isinstance(value, list) else [str(value)]
         if not KEY.fullmatch(name) or any(map(OPTION.match, values)):
-            raise UsageError(f"--config {path}: {key} is no option with a value")
+            raise UsageError(f"--config {path}: {key}, or a value of it, reads as another option")
         allowed = map(str.lower, map(str, PERMISSIONS.get(option, ())))
         if option in PERMISSIONS and (name != option or str(value).lower() not in allowed):
             raise UsageError(f"--config {path} sets {spelled(option)}, which no file decides: name it as an option")

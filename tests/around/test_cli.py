@@ -243,11 +243,11 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("steps: [", "is neither YAML nor JSON"),
         ("a: " + "[" * 3000, "is neither YAML nor JSON"),
         # What was read as another option: one that no file decides, or tyro's own, which writes a file.
-        ('ladder: ["6:16", "--unsafe-no-jail"]', "ladder is no option with a value"),
+        ('ladder: ["6:16", "--unsafe-no-jail"]', "ladder, or a value of it, reads as another option"),
         ("no_unsafe_no_jail: false", "sets --unsafe-no-jail, which no file decides"),
-        ('"report-to=wandb": []', "report-to=wandb is no option with a value"),
-        ("tyro-write-completion: [bash, written]", "tyro-write-completion is no option with a value"),
-        ("help: yes", "help is no option with a value"),
+        ('"report-to=wandb": []', "report-to=wandb, or a value of it, reads as another option"),
+        ("tyro-write-completion: [bash, written]", "tyro-write-completion, or a value of it, reads as another option"),
+        ("help: yes", "help, or a value of it, reads as another option"),
     ],
 )
 def test_a_wrong_file_of_options_gets_one_line(

@@ -363,7 +363,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(mini.chess_lines, "eval_command", allocate)
     assert mini.__main__.main(["eval"]) == 4
-    assert capsys.readouterr().err == "error: memory ran out while computing: take a smaller model or --batch-size\n"
+    assert capsys.readouterr().err == "error: memory ran out while computing: take a smaller model or batch\n"
 
 
 def test_nobody_has_to_read_to_the_end(tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ def test_a_share_too_small_to_mask_anything_masks_one_token(tmp_path: Path, caps
 
 def test_ppo_can_learn_from_a_single_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its advantage has no standard deviation, and the run ended with a gradient that is not finite."""
-    run(tmp_path, capsys, "--algo", "ppo", "--horizon", 1, "--k-samples", 1, "--batch-size", 1)
+    result = run(tmp_path, capsys, "--algo", "ppo", "--horizon", 1, "--k-samples", 1, "--batch-size", 1)
+    assert (result["steps"], result["tokens"]) == (4, 4)
+    assert math.isfinite(result["after"]["bits"])
 
 
 def test_a_run_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

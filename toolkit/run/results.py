@@ -91,8 +91,8 @@ def score_untrained(
     """The scores by stage of the model that the run began with.  They are measured once in a run, after training,
     because the first step should not wait for them, and once more where the boards have changed."""
     file, boards = run / "before.json", {stage: board_names(here) for stage, here in games.evaluators.items()}
+    found = by_first_rank(partial(files.read_json, file))
     with files.naming(file):
-        found = by_first_rank(partial(files.read_json, file))
         if {stage: row.get("boards") for stage, row in found.items()} == boards:
             return {stage: evaluation.read_score(row) for stage, row in found.items()}
     say(f"playing {games.boards} held-out boards with the untrained model")
