@@ -180,10 +180,10 @@ class GPT(nn.Module):
         x = self.wte(ids) + self.wpe(positions[:, L - T :])  # (N, T, C)
         columns = torch.arange(L, device=ids.device)
         rows = columns[L - T :, None]
-        visible = mask[:, None, None].bool() & ((columns <= rows) if causal else True)  # (N, 1, T or 1, L)
-        visible = visible | (
-            columns == rows
-        )  # itself: otherwise padding would see nothing and become NaN; (N, 1, T, L)
+        seen = mask[:, None, None].bool()  # (N, 1, 1, L)
+        if causal:
+            seen = seen & (columns <= rows)
+        visible = seen | (columns == rows)  # (N, 1, T, L): with itself, because padding that sees nothing becomes NaN
         for i, block in enumerate(self.h):
             x = block(x, visible, cache and cache[i])
         out: Tensor = self.ln_f(x)
