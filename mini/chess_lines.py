@@ -366,7 +366,9 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
 
     To evaluate, no A lines are played: only a control reads what is left, which needs P lines.
     """
-    a_lines, p_share = (config.a_lines, config.p_share) if isinstance(config, ChessConfig) else (0, 0.0)
+    a_lines, p_share, seed = 0, 0.0, 0
+    if isinstance(config, ChessConfig):
+        a_lines, p_share, seed = config.a_lines, config.p_share, config.seed
     if config.data:
         examples = read_corpus(config.data, tokens, room)
         random.Random("held out").shuffle(examples)
@@ -377,7 +379,7 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
         if config.held_out >= len(policy):
             raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
         held_out = usual_held_out(config.held_out)
-        played = islice(self_play(random.Random(f"games {config.seed}")), a_lines)
+        played = islice(self_play(random.Random(f"games {seed}")), a_lines)
         both_colours = [best_first(e) for line in policy for e in (line, mirrored(line))]
         train = {"P": both_colours, "A": [e for line in played if (e := parse_line(line))]}
     forbidden = prompts_of(held_out)

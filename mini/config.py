@@ -22,11 +22,17 @@ def check_heads(n_embd: int, n_head: int) -> None:
 
 
 @dataclass(kw_only=True)
-class CommonOptions:
+class DeviceOptions:
     """What every command with a model has."""
 
-    seed: Annotated[int, (0, 2**62)] = 1  # of weights, training data and sampling; held-out prompts have their own
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
+
+
+@dataclass(kw_only=True)
+class SeedOptions:
+    """Random numbers.  Held-out prompts and the answers to them have their own."""
+
+    seed: Annotated[int, (0, 2**62)] = 1  # of weights, training data and sampling
 
 
 @dataclass(kw_only=True)
@@ -56,7 +62,7 @@ class RewardOptions(RunOptions):
 
 
 @dataclass(kw_only=True)
-class SamplingOptions(CommonOptions):
+class SamplingOptions(DeviceOptions):
     """The chess model and sampling."""
 
     init: Path | None = None  # folder with GPT-2 weights (Hugging Face safetensors), or a run; default: shipped weights
@@ -83,7 +89,7 @@ class ChessOptions(JudgeOptions):
 
 
 @dataclass(kw_only=True)
-class GrpoOptions:
+class GrpoOptions(SeedOptions):
     """The prompts and the algorithm."""
 
     a_lines: Annotated[int, (1, 1e7)] = 10_000  # A lines from self-play if no corpus is given
@@ -130,7 +136,7 @@ class ChessConfig(GrpoOptions, ChessOptions, RewardOptions):
 
 
 @dataclass(kw_only=True)
-class PretrainOptions(ChessOptions):
+class PretrainOptions(ChessOptions, SeedOptions):
     """The corpus, the model and its training."""
 
     data: Path = Path("outputs/mini-data")  # a corpus, or a folder of them, as `mini data` writes it
@@ -167,7 +173,7 @@ class EvalConfig(ChessOptions):
 
 
 @dataclass(kw_only=True)
-class SampleConfig(JudgeOptions):
+class SampleConfig(JudgeOptions, SeedOptions):
     """Print completions of one prompt, with verdicts where the right answer is known."""
 
     prompt: str | None = None  # P: or A: and a position, or a text to go on with; default: 1. e4, or one character
@@ -175,7 +181,7 @@ class SampleConfig(JudgeOptions):
 
 
 @dataclass(kw_only=True)
-class PlayConfig(SamplingOptions):
+class PlayConfig(SamplingOptions, SeedOptions):
     """Play games against random moves, and against stockfish at its lowest level if it is installed."""
 
     games: Annotated[int, (2, 1e5)] = 50  # against each opponent, with each colour in turn
@@ -201,7 +207,7 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class TextOptions(CommonOptions):
+class TextOptions(DeviceOptions, SeedOptions):
     """The text, the model and the four algorithms."""
 
     algo: Literal["supervised", "grpo", "ppo", "denoise"] = "supervised"  # what the model learns from

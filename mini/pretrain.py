@@ -186,7 +186,7 @@ def documents(lines: Lines, held_out: set[str], tokens: Tokens, config: Pretrain
     while len(items) < config.batch_size:
         kind: Kind = "P" if len(items) < p_count else "A"
         misses += 1
-        if misses > 10_000:
+        if misses > 1000:
             raise UsageError(f"{config.data}: no {kind} line is left to train on: lower --held-out {config.held_out}")
         try:
             example = chess_lines.read_example(rng.choice(lines[kind]), tokens, POSITIONS)

@@ -88,6 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.optional)
+            item.add_marker(pytest.mark.browser)
 
 
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]

@@ -337,6 +337,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["eval", "--held-out", "100000"], "none are left to train on"),
     (["eval", "--max-new-tokens", "1000"], "lower --max-new-tokens"),
     (["eval", "--a-lines", "9"], "no option --a-lines"),  # it did nothing there
+    (["eval", "--seed", "2"], "no option --seed"),  # nor did this
     (["sample", "--prompt", "What?"], "--prompt must be"),
     (["sample", "--prompt", "A: 8/8 w+e2e4+e2e4+"], "--prompt must be"),
     (["data", "--stockfish", "/nowhere"], "--stockfish /nowhere is no file"),
