@@ -603,7 +603,8 @@ def test_a_removal_under_way_is_waited_for(error: Exception, tmp_path: Path) -> 
         raise error
 
 
-def test_a_missing_file_of_a_run_that_is_there_is_no_removal(tmp_path: Path) -> None:
+def test_a_missing_file_of_a_run_that_is_there_is_no_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     (tmp_path / "config.json").touch()
     with pytest.raises(FileNotFoundError), runs.blaming_the_folder(tmp_path):
         (tmp_path / "none").open()
