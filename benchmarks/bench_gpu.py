@@ -293,41 +293,8 @@ def measure(model: Any, tokenizer: Any, completions: int, args: Args, scratch: P
         return Measured(completions, sum(map(len, texts)), generate, score, update, peak, bound, forwards, gap, *times)
 
 
-def main(args: Args) -> int:
-    """Measure and print."""
-    machine.prepare_environment(offline=True)
-    import torch
-    import unsloth  # noqa: F401 - before torch
-
-    gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        embedded = args.model == "tiny" or not (gpu or args.model)
-        folder, layers = tiny.warm_start(program.game_spec()) if embedded else Path(args.model), 0
-        if gpu and not args.model:
-            folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, args.form)
-            folder.mkdir()
-            made_up_gpt_oss(folder, layers, args.form)
-        weights: dict[str, Any] = {"nf4": "4bit", "mxfp4": "stored", "bf16": "16bit"}
-        config = program.TrainConfig(weights=weights[args.form], max_new_tokens=args.tokens)
-        started = time.perf_counter()
-        model, tokenizer = program.load_model(str(folder), config, lambda _: None)
-        model = program.add_adapters(model, config)
-        loading = time.perf_counter() - started
-        bits = {"mxfp4": 4.25, "nf4": 4.13, "bf16": 16.0}[args.form] if gpu else 32.0
-        speed, measured = bandwidth(), list[Measured]()
-        device = torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores"
-        about = asdict(args) | {"device": device, "layers": layers, "bandwidth": speed, "loading": loading}
-        context = len(tokenizer(program.build_prompt())["input_ids"]) + args.tokens / 2
-        for completions in args.batches:
-            needed = bytes_a_token(folder, completions, context, bits, 16.0 if gpu else 32.0)
-            bound = completions * speed / needed
-            own = scratch / f"rows-{completions}"  # in the folder of a run, training would go on after its last step
-            own.mkdir()
-            measured.append(measure(model, tokenizer, completions, args, own, bound))
-            print(json.dumps(about | {"measured": asdict(measured[-1])}), flush=True)
-    what = f"{layers} layers of gpt-oss-20b, {args.form}" if layers else str(args.model or "tiny")
-    title = f"{what} on {device}, {speed / 1e9:.0f} GB/s; loaded in {loading:.0f} s"
+def table_of(title: str, measured: list[Measured]) -> Table:
+    """What was measured, for people."""
     table = Table(
         "rows",
         "tokens/s",
@@ -363,7 +330,45 @@ def main(args: Args) -> int:
             f"{m.generate:.2f}",
             *(parts if m.completions > 1 else []),
         )
-    Console(width=120).print(table)
+    return table
+
+
+def main(args: Args) -> int:
+    """Measure and print."""
+    machine.prepare_environment(offline=True)
+    import torch
+    import unsloth  # noqa: F401 - before torch
+
+    gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        embedded = args.model == "tiny" or not (gpu or args.model)
+        folder, layers = tiny.warm_start(program.game_spec()) if embedded else Path(args.model), 0
+        if gpu and not args.model:
+            folder, layers = scratch / "gpt-oss", layers_that_fit(scratch, args.layers, args.form)
+            folder.mkdir()
+            made_up_gpt_oss(folder, layers, args.form)
+        weights: dict[str, Any] = {"nf4": "4bit", "mxfp4": "stored", "bf16": "16bit"}
+        config = program.TrainConfig(weights=weights[args.form], max_new_tokens=args.tokens)
+        started = time.perf_counter()
+        model, tokenizer = program.load_model(str(folder), config, lambda _: None)
+        model = program.add_adapters(model, config)
+        loading = time.perf_counter() - started
+        bits = {"mxfp4": 4.25, "nf4": 4.13, "bf16": 16.0}[args.form] if gpu else 32.0
+        speed, measured = bandwidth(), list[Measured]()
+        device = torch.cuda.get_device_name() if gpu else f"CPU, {os.cpu_count()} cores"
+        about = asdict(args) | {"device": device, "layers": layers, "bandwidth": speed, "loading": loading}
+        context = len(tokenizer(program.build_prompt())["input_ids"]) + args.tokens / 2
+        for completions in args.batches:
+            needed = bytes_a_token(folder, completions, context, bits, 16.0 if gpu else 32.0)
+            bound = completions * speed / needed
+            own = scratch / f"rows-{completions}"  # in the folder of a run, training would go on after its last step
+            own.mkdir()
+            measured.append(measure(model, tokenizer, completions, args, own, bound))
+            print(json.dumps(about | {"measured": asdict(measured[-1])}), flush=True)
+    what = f"{layers} layers of gpt-oss-20b, {args.form}" if layers else str(args.model or "tiny")
+    title = f"{what} on {device}, {speed / 1e9:.0f} GB/s; loaded in {loading:.0f} s"
+    Console(width=120).print(table_of(title, measured))
     return 0
 
 
