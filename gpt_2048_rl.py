@@ -244,6 +244,7 @@ class Limits:
     wall_factor: float = 4.0  # ceiling of wall time on a busy machine: so many times the CPU limit, plus 10 s
     memory_bytes: int = 256 << 20  # address space of a player
     referee_bytes: int = 1 << 30  # address space of the process that parses answers
+    worn_bytes: int = 128 << 20  # its peak of memory after which another one takes its place
     idle_moves: int = 64  # moves in a row that change nothing end a game as "stuck"
     poll_seconds: float = 0.1  # between two looks of a waiting referee at the clocks
     asleep_polls: int = 4  # only the referee sends input, so a player asleep for this many polls is deadlocked
@@ -825,6 +826,8 @@ def worker_main(core: int, jailed: bool) -> None:
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > LIMITS.worn_bytes:
+                os._exit(0)  # from Python 3.12 on, names that were parsed stay, until no new one can be
     except (NotJailed, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
         os._exit(1)
 
@@ -1380,16 +1383,19 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
                 trust_remote_code=False,
                 **load,
             )
+            loading.sample_as_trained(model, tokenizer)
+        if not tokenizer.chat_template:
+            raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
+        open_channel(tokenizer, config.reasoning)
+        asked = [{"role": "user", "content": build_prompt()}]
+        tokenizer.apply_chat_template(asked, add_generation_prompt=True, **template_arguments(config.reasoning))
+    except UsageError:
+        raise
     except SafetensorError as error:
         raise UsageError(f"the weights of {name} are damaged ({error}): restore them, or name another model") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"model {name!r} could not be loaded: {reason}") from error
+    except Exception as error:  # a model's files may hold anything
+        raise UsageError(f"model {name!r} could not be loaded: {models.first_line(error)}") from error
     loading.check_weights(model, name, load)
-    if not tokenizer.chat_template:
-        raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
-    model.generation_config.max_length = None  # Unsloth sets one; each generation would warn that ours overrides it
-    open_channel(tokenizer, config.reasoning)
     if SHARDED:
         return model, tokenizer
     if torch.cuda.is_available():

@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from toolkit import VLLM, UsageError, spelled
+from toolkit import VLLM, UsageError, spelled, visible
 from toolkit.base import bars
 from toolkit.base.ranks import RANK, RANKS, SHARDED
 from toolkit.run import trackers
@@ -271,7 +271,9 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     for key, value in options.items():
         name = str(key).replace("-", "_")
         option = name.removeprefix("no_")
-        values = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str) for each in values):
+            raise UsageError(f"--config {path}: {name} is one value, or a list of values")
         if not KEY.fullmatch(name) or any(map(OPTION.match, values)):
             raise UsageError(f"--config {path}: {key}, or a value of it, reads as another option")
         allowed = map(str.lower, map(str, PERMISSIONS.get(option, ())))
@@ -491,13 +493,27 @@ def parse_arguments(argv: Sequence[str], commands: Commands, defaults: Callable[
     return with_own_game(config, rest, prog, defaults) if name in ("eval", "play") else config
 
 
+def escaping(console: Console) -> Console:
+    """Let a console show control characters and not send them: names and texts may come from a stranger's files."""
+    from rich.segment import Segment
+
+    whole = console.render
+
+    def render(*what: Any) -> Iterator[Segment]:
+        for segment in whole(*what):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+    console.render = render  # type: ignore[assignment, method-assign]
+    return console
+
+
 def tell(error: str) -> int:
     """Print the line of an error that the user can fix.  Returns its exit code, also where no stream takes a word."""
     if sys.stdout:
         Lasting(sys.stdout).flush()  # what a full disk does not take would fail once more at Python's end
     if sys.stderr:
         stderr = Lasting(sys.stderr)
-        stderr.write(f"error: {' '.join(error.split())}\n")
+        stderr.write(f"error: {visible(' '.join(error.split()))}\n")
         stderr.flush()
     return 2
 
@@ -534,7 +550,7 @@ def main(parse_arguments: Callable[[], Any], run: Callable[[Any, Console], Mappi
                     streams.enter_context(redirect(Lasting(stream) if stream else None))
             if as_json:
                 streams.enter_context(contextlib.redirect_stdout(sys.stderr))
-            console = Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False)
+            console = escaping(Console(quiet=RANK > 0, markup=False, emoji=False, highlight=False))
             console.on_broken_pipe = end_unread  # type: ignore[method-assign]  # rich's own exit code is 1
             if not getattr(config, "quiet", False):
                 bars.show_on(console)

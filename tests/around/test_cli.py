@@ -227,6 +227,21 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
     assert config.run_name == ""
 
 
+def test_control_characters_of_a_strangers_files_are_shown_and_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run's stage, or the model that an adapter names, could move the cursor or set the window's title."""
+    from rich.console import Console
+    from rich.table import Table
+
+    cli.tell("no model \x1b]0;mine\x07")
+    assert capsys.readouterr().err == "error: no model \\x1b]0;mine\\x07\n"
+    console = cli.escaping(Console(file=(shown := io.StringIO()), markup=False))
+    table = Table("stage \x1b[31m")
+    table.add_row("4x4 \x1b]0;mine\x07")
+    console.print(table, "model \x1b[2J", soft_wrap=True)
+    assert "\x1b" not in shown.getvalue()
+    assert "model \\x1b[2J" in shown.getvalue()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -242,6 +257,8 @@ def test_a_runs_options_begin_another_run(tmp_path: Path) -> None:
         ("", "holds no options"),
         ("steps: [", "is neither YAML nor JSON"),
         ("a: " + "[" * 3000, "is neither YAML nor JSON"),
+        # Each name stands for ten of the one before: 480 bytes took all memory.
+        ("a: &a [x, x]\nb: &b [*a, *a]\nkeys: [*b]", "b is one value, or a list of values"),
         # What was read as another option: one that no file decides, or tyro's own, which writes a file.
         ('ladder: ["6:16", "--unsafe-no-jail"]', "ladder, or a value of it, reads as another option"),
         ("no_unsafe_no_jail: false", "sets --unsafe-no-jail, which no file decides"),
@@ -454,6 +471,7 @@ def test_eval_of_a_strategy_file_stands_beside_the_controls(tmp_path: Path, call
         (b'# made for {"held_out": ["4:16"], "keys": "wasd"}\n', False),
         (b'# made for {"keys": 1}\n', False),
         (b"\xff\xfe", False),
+        (b'# made for {"held_out": ["4:16"], "keys": "bepo"}\n' + b"#" * 10_000 + b"\xff\n", False),
     ],
 )
 def test_the_best_of_n_stands_beside_a_program_for_the_same_keys(

@@ -126,6 +126,58 @@ def test_a_part_of_the_weights_that_is_missing_is_named(base: Path, tmp_path: Pa
         models.check_model(str(folder), "none")
 
 
+def test_files_that_are_none_and_names_that_lead_elsewhere_are_refused(base: Path, tmp_path: Path) -> None:
+    """A pipe was waited at for ever, and /dev/zero read until no memory was left."""
+    folder = Path(shutil.copytree(base, tmp_path / "model"))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"embed": "/dev/zero"}}))
+    with pytest.raises(UsageError, match=r"model.safetensors.index.json is damaged"):
+        models.check_model(str(folder), "none")
+    index.unlink()
+    os.mkfifo(folder / "more.json")
+    with pytest.raises(UsageError, match=r"more.json is missing or damaged"):
+        models.check_model(str(folder), "none")
+
+
+def test_answers_are_sampled_by_the_model_alone(base: Path, tmp_path: Path) -> None:
+    """Penalties, as Qwen's files have them, changed its evaluation and not its training; the tokenizer's end token
+    ended its training's answers and not its evaluation's; and without a pad token there was no evaluation.
+    """
+    folder = save_random("Llama", base, tmp_path / "model", "pad_token", **SMALL)
+    asked = {"do_sample": True, "repetition_penalty": 1.3, "top_k": 5, "num_return_sequences": 3, "eos_token_id": [5]}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    config = program.EvalConfig(model=str(folder), max_new_tokens=4)
+    model, tokenizer = program.load_model(str(folder), config, lambda _: None)
+    found = model.generation_config.to_diff_dict()
+    assert found.pop("eos_token_id") == [tokenizer.eos_token_id, 5]
+    assert found.keys() <= {"bos_token_id", "transformers_version"}
+    assert len(program.sample_batch(model, tokenizer, ["short", "a longer one"], config)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", {"hidden_act": "evil"}, "evil"),
+        ("config.json", {"num_attention_heads": 0}, "zero"),
+        ("config.json", {"rope_parameters": {"rope_type": "evil"}}, "evil"),
+        ("chat_template.jinja", "{% for", "unexpected"),
+        ("chat_template.jinja", "{{ 1 / 0 }}", "zero"),
+        ("tokenizer.json", "[]", "tokenizer"),
+    ],
+)
+def test_a_folder_that_says_nonsense_gets_one_line(
+    name: str, content: str | dict[str, Any], said: str, base: Path, tmp_path: Path
+) -> None:
+    """They were tracebacks."""
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((folder / name).read_text()) | content)
+    (folder / name).write_text(content)
+    with pytest.raises(UsageError, match=said) as error:
+        program.load_model(str(folder), program.EvalConfig(model=str(folder)), lambda _: None)
+    assert "\n" not in str(error.value)
+
+
 def test_a_folder_without_a_tokenizer_is_named(base: Path, tmp_path: Path) -> None:
     folder = save_random("Llama", base, tmp_path / "model", **SMALL)
     for file in folder.glob("*token*"):

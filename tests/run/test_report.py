@@ -224,6 +224,20 @@ def replaced(value: Any, path: tuple[Any, ...], new: object) -> Any:
     return value
 
 
+@pytest.mark.parametrize("record", [b"\xff" * 5, None], ids=["no event", "a length of 4 EiB"])
+def test_damaged_curves_are_one_line(record: bytes | None, folder: Path) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter, masked_crc32c
+
+    with (folder / "events.out.tfevents.1.strange").open("wb") as file:
+        if record:
+            RecordWriter(file).write(record)
+        else:
+            length = (1 << 62).to_bytes(8, "little")
+            file.write(length + masked_crc32c(length).to_bytes(4, "little") + b"and no more")
+    with pytest.raises(UsageError, match=rf"TensorBoard cannot read its files in {folder}: remove them"):
+        reading.read_curves(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [("config.json", ()), ("best_game.json", ()), ("rollouts.jsonl", ()), ("result.json", ("scores", "4x4")),

@@ -91,6 +91,15 @@ def test_a_server_that_fails_is_named_with_its_reason() -> None:
         pytest.raises(UsageError, match="no completions with token ids and log-probabilities"),
     ):
         server.Server(url).complete("run-1", [[1]], {})
+    whole = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}
+    for choices in (
+        [],
+        [whole | {"index": 1}],
+        [whole | {"index": math.inf}],
+        [whole | {"index": 0, "token_ids": "ab"}],
+    ):
+        with FakeServer({"choices": choices}).running() as url, pytest.raises(UsageError, match="no completions with"):
+            server.Server(url).complete("run-1", [[1]], {})
     with pytest.raises(UsageError, match=r"failed.*see run/vllm\.log, then start again"):
         server.Server(url, "run/vllm.log").complete("run-1", [[1]], {})
 

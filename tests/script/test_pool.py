@@ -447,6 +447,21 @@ def test_a_worker_that_stands_still_is_replaced(lone: Pool, monkeypatch: pytest.
     assert answers_right(lone)
 
 
+def test_a_worker_whose_memory_a_text_has_filled_is_replaced(lone: Pool) -> None:
+    """From Python 3.12 on, names that were parsed stay.  After 60 texts full of new ones, no other text had a verdict
+    but `error`, and the worker went on.
+    """
+    names = ";".join(f"n{i:x}" for i in range(70_000))
+    (before,) = {worker._process.pid for worker in lone._workers}
+    (verdict,) = lone.judge([Job(f"```python\n{names}\n```", (1,), completion=True)])
+    assert verdict.works == "none"
+    assert answers_right(lone)
+    (after,) = {worker._process.pid for worker in lone._workers}
+    assert before != after
+    assert answers_right(lone)
+    assert {worker._process.pid for worker in lone._workers} == {after}
+
+
 def test_a_job_is_not_blamed_for_a_worker_that_was_dying(lone: Pool) -> None:
     """Six of twelve harmless jobs were blamed for a death that another job had caused."""
     for _ in range(3):

@@ -279,6 +279,12 @@ def test_the_card_tells_results_config_and_seed(learned: Path, tmp_path: Path) -
     with pytest.raises(UsageError, match=r"result\.json is damaged"):
         model_card("base", "lora", tmp_path)
     assert str(tmp_path) not in card
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "origin.json").write_text(
+        '{"start": {"digests": {"adapter_model.safetensors": "`)\\n# Mine\\n<img>"}}}'
+    )
+    with pytest.raises(UsageError, match=r"origin\.json is damaged"):  # it wrote into the card
+        model_card("base", "lora", tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

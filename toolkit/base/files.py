@@ -38,9 +38,14 @@ def check_whole(folder: Path, *needed: str) -> None:
 
     index = folder / "model.safetensors.index.json"
     with naming(index):
-        parts = {folder / name for name in (*read_json(index).get("weight_map", {}).values(), *needed)}
+        named = read_json(index).get("weight_map", {}).values()
+        if any(Path(name).name != name for name in named):  # it could lead out of the folder
+            raise ValueError
+        parts = {folder / name for name in (*named, *needed)}
     for file in sorted({*folder.glob("*.json"), *folder.glob("*.safetensors"), *parts}):
         try:
+            if not file.is_file():  # a pipe would never end
+                raise FileNotFoundError
             safe_open(file, "np") if file.suffix == ".safetensors" else json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError, SafetensorError):
             raise UsageError(f"{file} is missing or damaged: restore it, or use another folder") from None

@@ -27,6 +27,7 @@ from toolkit.model.models import (
     base_of,
     check_layers,
     config_of,
+    first_line,
     uses_transformers,
 )
 from toolkit.model.settings import ModelConfig, choose_settings, choose_weights, settings_table
@@ -100,9 +101,43 @@ def prepare(
     return str(base) if trains and base else name, settings.load
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """A tokenizer by transformers.  Where a model has no token to pad with, such as Llama, it gets TRL's.
+
+    Raises UsageError.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **OWN_CODE_ALONE)
+    except Exception as error:  # its files may hold anything
+        raise UsageError(f"the tokenizer of {name} cannot be read: {first_line(error)}") from None
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def sample_as_trained(model: Any, tokenizer: Any) -> None:
+    """Let answers end where TRL ends them, at the tokenizer's end token, too, and be sampled by the model alone.
+
+    Whatever else its generation_config.json asks for, such as penalties or top-k, would be no part of what is trained.
+    """
+    from transformers import GenerationConfig
+
+    given = model.generation_config
+    ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
+    ends = [end for end in ends if end is not None]
+    if tokenizer.eos_token_id not in (*ends, None):
+        ends = [tokenizer.eos_token_id, *ends]
+    model.generation_config = GenerationConfig(
+        bos_token_id=given.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=given.pad_token_id,
+    )
+
+
 def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, Any]:
     """A model and its tokenizer by transformers alone, MXFP4 unpacked.  It stays in RAM until the trainer moves it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+    from transformers import AutoModelForCausalLM, Mxfp4Config
 
     packed = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
     unpacked = Mxfp4Config(dequantize=True) if packed else None
@@ -110,7 +145,9 @@ def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, An
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext
-    return model, AutoTokenizer.from_pretrained(name, **OWN_CODE_ALONE)
+    tokenizer = load_tokenizer(name)
+    sample_as_trained(model, tokenizer)
+    return model, tokenizer
 
 
 def check_weights(model: Any, name: str, load: Mapping[str, Any]) -> None:

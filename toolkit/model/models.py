@@ -207,14 +207,19 @@ OWN_CODE_ALONE = {"trust_remote_code": False}
 """For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
 
 
+def first_line(error: Exception) -> str:
+    """What a library says first of what it could not read."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def config_of(name: str) -> Any:
     """A model's transformers config.  Raises UsageError for a model that transformers does not know."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(smollm2.folder() if name == "smollm2" else name, **OWN_CODE_ALONE)
-    except ValueError as error:
-        raise UsageError(f"{name} is no model that transformers knows: {str(error).partition(chr(10))[0]}") from None
+    except Exception as error:  # its files may hold anything
+        raise UsageError(f"{name} is no model that transformers knows: {first_line(error)}") from None
 
 
 def parameter_shapes(config: Any) -> dict[str, torch.Size]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,10 @@ def beginning(run: Path) -> str:
     """What a run began from, as the end of a sentence; "" if that was a model as released."""
     with naming(run / "origin.json"):
         start = read_json(run / "origin.json").get("start")
-        return f" from another run's adapter on (SHA-256 `{start['digests'][WEIGHTS]}`)" if start else ""
+        digest = start["digests"][WEIGHTS] if start else ""
+        if not re.fullmatch("|[0-9a-f]{64}", digest):  # or it could write anything into the card
+            raise ValueError
+        return f" from another run's adapter on (SHA-256 `{digest}`)" if digest else ""
 
 
 def model_card(base: str, format: str, run: Path, verified: str = "", last: bool = True) -> str:

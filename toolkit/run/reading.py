@@ -42,7 +42,10 @@ def read_curves(folder: Path) -> dict[str, dict[int, float]]:
             raise UsageError(f"{file} is no file: remove it")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run repeats steps is no matter
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
-    events.Reload()
+    try:
+        events.Reload()
+    except Exception:  # damaged ones raise errors of several libraries
+        raise UsageError(f"TensorBoard cannot read its files in {folder}: remove them") from None
     points: list[tuple[str, int, float]] = []
     for file in (checkpoint / "trainer_state.json" for checkpoint in checkpoints(folder)[:1]):
         with contextlib.suppress(UsageError), naming(file):  # TensorBoard may have what a damaged checkpoint lacks

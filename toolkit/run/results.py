@@ -234,8 +234,8 @@ def conclude_evaluation(
     prints.
     """
     file, keys = Path(model).parent / f"{BEST_OF_N}.py", next(iter(games.evaluators.values())).config.keys
-    with contextlib.suppress(UsageError):  # a damaged file costs no evaluation
-        if runs.options_of(file, ("keys",)) == ["--keys", keys]:  # with others it would win nothing
+    with contextlib.suppress(UsageError, OSError, UnicodeDecodeError):  # a damaged file costs no evaluation
+        if file.is_file() and runs.options_of(file, ("keys",)) == ["--keys", keys]:  # with others it would win nothing
             games.add({BEST_OF_N: file.read_text(encoding="utf-8")})
     found, played = {}, games.scores()
     for stage, here in games.evaluators.items():

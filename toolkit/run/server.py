@@ -133,8 +133,10 @@ class Server:
         answer = self.ask("/v1/completions", asked | sampling)
         try:
             choices = sorted(json.loads(answer)["choices"], key=lambda choice: int(choice["index"]))
-            return [(list(done["token_ids"]), list(done["logprobs"]["token_logprobs"])) for done in choices]
-        except (ValueError, LookupError, TypeError):
+            if [choice["index"] for choice in choices] != list(range(len(prompts))):
+                raise ValueError
+            return [([int(i) for i in done["token_ids"]], list(done["logprobs"]["token_logprobs"])) for done in choices]
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             raise self._failed("/v1/completions", "no completions with token ids and log-probabilities") from None
 
 

@@ -27,10 +27,10 @@ from toolkit.base.cached_models import removing_leftovers
 from toolkit.base.files import check_links, check_whole, naming, read_json
 from toolkit.model import smollm2, tiny
 from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, quantize_mxfp4, write_adapter
-from toolkit.model.loading import load_plain
+from toolkit.model.loading import load_plain, load_tokenizer
 from toolkit.model.machine import available_memory, library_versions, prepare_environment
 from toolkit.model.memory import check_disk, check_download, download_size
-from toolkit.model.models import OWN_CODE_ALONE, adapter_base, check_model, config_of, parameter_shapes
+from toolkit.model.models import adapter_base, check_model, config_of, first_line, parameter_shapes
 from toolkit.run.card import FORMATS, model_card
 from toolkit.run.checkpoints import TRAINING, checkpoints, keep_config
 from toolkit.serve import llamacpp, verify
@@ -119,7 +119,6 @@ def check_base(base: str, config: Any, written: float, copied: float, folder: Pa
 
 def load_base(base: str, say: Callable[[str], None]) -> Any:
     """The base model, in 16 bits or as it was trained."""
-    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
@@ -127,8 +126,10 @@ def load_base(base: str, say: Callable[[str], None]) -> Any:
     say(f"loading {base}")
     try:
         model, _ = load_plain(base, "auto")
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"the weights of {base} cannot be read: {str(error).partition(chr(10))[0]}") from None
+    except UsageError:
+        raise
+    except Exception as error:  # its files may hold anything
+        raise UsageError(f"the weights of {base} cannot be read: {first_line(error)}") from None
     return model
 
 
@@ -139,8 +140,8 @@ def adapt(model: Any, base: str, adapter: Path) -> PeftModel:
 
     try:
         adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
-    except (RuntimeError, ValueError) as error:  # other names of layers, or other shapes
-        reason = str(error).splitlines()[-1].strip()
+    except Exception as error:  # other names of layers, other shapes, or damaged
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UsageError(f"the adapter does not fit {base} ({reason}): name another --base") from None
     with safe_open(adapter / WEIGHTS, "pt") as file:
         placed = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -344,7 +345,6 @@ def write_format(
 ) -> None:
     """Write the files of a format.  `lora` holds the adapter in the released layout, and the tokenizer."""
     from safetensors.torch import load_file
-    from transformers import AutoTokenizer
 
     if config.format == "lora":
         shutil.copytree(lora, made)
@@ -358,7 +358,7 @@ def write_format(
             read_json(lora / "adapter_config.json"),
         )
     else:
-        tokenizer = AutoTokenizer.from_pretrained(lora, **OWN_CODE_ALONE)
+        tokenizer = load_tokenizer(lora)
         write_merged(adapted, tokenizer, config, made, say)
     for file in [file for file in lora.iterdir() if not file.name.startswith("adapter_")]:
         shutil.copy(file, made)  # the tokenizer
@@ -391,8 +391,6 @@ def write_export(
 
     With `prompts` it is first compared with the trained model.  Raises UsageError if it differs, see `verify.report`.
     """
-    from transformers import AutoTokenizer
-
     run, this, found, report = find_run(config.source), FORMATS[config.format], None, ""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -403,7 +401,7 @@ def write_export(
         lora.mkdir()
         write_adapter(adapter, base, lora)
         own = (adapter / "tokenizer_config.json").is_file()  # what a run began from has none
-        tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, **OWN_CODE_ALONE)
+        tokenizer = load_tokenizer(adapter if own else base)
         tokenizer.save_pretrained(lora)
         for_transformers_4(lora)
         whole = config.format not in ("lora", "gguf_lora")
@@ -470,7 +468,8 @@ def export(config: ExportConfig, console: Console, spec: Callable[[str], tiny.Ga
     from safetensors import SafetensorError
 
     try:
-        known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
+        with naming(run / "config.json"):
+            known = spec(layout or read_json(run / "config.json").get("keys", "bepo"))
         prompts = verify.held_out_prompts(known) if check_export(config, base, folder, say) else []
         found = write_export(config, adapter, base, prompts, folder, say)
     except (OSError, SafetensorError) as error:
