@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 if sys.flags.safe_path:  # a worker: this folder comes last, because its files may have the names of the library's
     sys.path.append(str(Path(__file__).resolve().parent))
 try:
-    from toolkit import UsageError, visible
+    from toolkit import UsageError, spelled, visible
     from toolkit.referee.extract import extract_function, visible_program
     from toolkit.referee.jail import Jail, NotJailed, die_with, limit_resources
     from toolkit.referee.names import globals_of, parse
@@ -794,6 +794,12 @@ def _judge_in_worker(referee: Referee, job: Job) -> Verdict:
     return Verdict(source, works, cheating, tuple(results))
 
 
+def _peak_bytes() -> int:
+    """The most memory that this process has held.  getrusage's number begins with that of the process's parent."""
+    peak = re.search(r"VmHWM:\s+([0-9]+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    return int(peak[1]) << 10 if peak else 0
+
+
 def worker_main(core: int, jailed: bool) -> None:
     """A referee process: JSON lines in, JSON lines out, until its input ends or its trainer is gone."""
     trainer = os.getppid()
@@ -826,7 +832,7 @@ def worker_main(core: int, jailed: bool) -> None:
             job = json.loads(line)
             verdict = _judge_in_worker(referee, Job(**{**job, "seeds": tuple(job["seeds"])}))
             print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > LIMITS.worn_bytes:
+            if _peak_bytes() > LIMITS.worn_bytes:
                 os._exit(0)  # from Python 3.12 on, names that were parsed stay, until no new one can be
     except (NotJailed, OSError):  # the trainer or the zygote is gone, or no player can be jailed any more
         os._exit(1)
@@ -1291,9 +1297,21 @@ class EvalOptions:
     json: bool = False  # print one JSON object as the last line of stdout, and everything else to stderr
 
 
+def check_unasked(config: Any, needed: str) -> None:
+    """Raise UsageError for an option that only a model's answers depend on, where a program plays."""
+    for name in ("answers", "seed", "example", *(field.name for field in dataclasses.fields(ModelOptions))):
+        if getattr(config, name, None) != getattr(type(config), name, None):
+            raise UsageError(f"{spelled(name)} needs {needed}")
+
+
 @dataclass(kw_only=True)
 class EvalConfig(EvalOptions, HeldOutOptions, GameOptions, ModelOptions):
     """Evaluate a model, an adapter, a checkpoint or a strategy file (.py) on held-out boards, beside the controls."""
+
+    def check(self) -> None:
+        """A program is not asked."""
+        if self.model.endswith(".py"):
+            check_unasked(self, f"a model: {self.model} is a program")
 
 
 @dataclass(kw_only=True)
@@ -1315,8 +1333,8 @@ class PlayOptions:
 
     def check(self) -> None:
         """The game can be played, and a model's options ask one."""
-        if not self.model and (self.answers, self.seed) != (PlayOptions.answers, PlayOptions.seed):
-            raise UsageError("--answers and --seed need a model after --model: boards have --seeds")
+        if not self.model:
+            check_unasked(self, "a model after --model: a program is not asked, and boards have --seeds")
         if self.served_name or self.api_key_file:
             from toolkit.serve.ask import URL
 

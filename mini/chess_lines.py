@@ -377,15 +377,17 @@ def build_corpus(config: ChessOptions, tokens: Tokens, room: float = math.inf) -
     else:
         policy = shipped_examples()
         if config.held_out >= len(policy):
-            raise UsageError(f"--held-out {config.held_out}: of {len(policy)} P lines none are left to train on")
+            raise UsageError(f"--held-out {config.held_out} must be below {len(policy)}, the number of P lines")
         held_out = usual_held_out(config.held_out)
         played = islice(self_play(random.Random(f"games {seed}")), a_lines)
         both_colours = [best_first(e) for line in policy for e in (line, mirrored(line))]
         train = {"P": both_colours, "A": [e for line in played if (e := parse_line(line))]}
     forbidden = prompts_of(held_out)
     train = {kind: [example for example in train[kind] if example.prompt not in forbidden] for kind in KINDS}
-    for kind in KINDS if a_lines else ("P",):
-        if not train[kind]:
+    for kind in KINDS:
+        if not held_out[kind]:
+            raise UsageError(f"{config.data} has no usable {kind} lines")
+        if a_lines and not train[kind]:
             usable = f"{len(held_out[kind])} usable {kind} lines"
             raise UsageError(f"--held-out {config.held_out}: of {usable} none are left to train on")
     if a_lines:
@@ -491,7 +493,7 @@ def controls(task: ChessTask) -> dict[str, dict[str, Report]]:
     documents = corpus.train["P"][:2000]
     likely = Counter(move for e in documents for move in re.findall(MOVE, e.answer.partition("E:")[0]))
     legal = Counter(move.uci() for e in documents for move in chess.Board(e.fen).legal_moves)
-    fixed = [listed([move for move, _ in counts.most_common(5)]) for counts in (likely, legal)]
+    fixed = [listed([move for move, _ in counts.most_common(5)]) for counts in (likely, legal) if counts]
 
     def random_moves(item: Example) -> str:
         moves = [move.uci() for move in chess.Board(item.fen).legal_moves]
@@ -508,7 +510,7 @@ def controls(task: ChessTask) -> dict[str, dict[str, Report]]:
         "blind": best("A", *([text] * len(moved) for text in blind)),
         "copied": best("A", [item.fen + goes_on for item in moved]),
         "copied, other side": best("A", [other_side(item.fen) + goes_on for item in moved]),
-        "five fixed moves": best("P", *([text] * len(asked) for text in fixed)),
+        **({"five fixed moves": best("P", *([text] * len(asked) for text in fixed))} if fixed else {}),
         "random legal moves": best("P", [random_moves(item) for item in asked]),
     }
 
@@ -622,12 +624,11 @@ def eval_command(config: options.EvalConfig) -> dict[str, Any]:
     return {**result, "controls": blind, "seconds": time.perf_counter() - began}
 
 
-def right_answer(prompt: str) -> str | None:
-    """The answer of python-chess to an A prompt; None for a P prompt.  Raises UsageError for anything else."""
+def asked_for(prompt: str) -> Example:
+    """A prompt with a whole FEN; for A: with python-chess's answer.  Raises UsageError for anything else."""
     try:
         if prompt.startswith("P:"):
-            read_board(prompt[2:].strip())
-            return None
+            return Example("P", f"P: {read_board(prompt[2:].strip()).fen()}", "")
         fen, move, history, nothing = prompt.removeprefix("A:").strip().split("+")
         before = history.split()[:-1]
         example = parse_line(environment_line(read_board(fen), chess.Move.from_uci(move), before))
@@ -635,7 +636,7 @@ def right_answer(prompt: str) -> str | None:
             raise ValueError
     except ValueError:
         raise UsageError(f"--prompt must be 'P: FEN' or 'A: FEN+move+history+', not {prompt!r}") from None
-    return example.answer
+    return example
 
 
 def sample_command(config: SampleConfig) -> dict[str, Any]:
@@ -644,25 +645,24 @@ def sample_command(config: SampleConfig) -> dict[str, Any]:
     task = ChessTask(tokens, config, Corpus({}, {}))
     prompt = (tokens.decode([0]) if tokens.name == "chars" else OPENING) if config.prompt is None else config.prompt
     of_chess = tokens.name == "lines" or (tokens.name == "bpe" and prompt.startswith(("P:", "A:")))
-    truth = right_answer(prompt.strip()) if of_chess else None
-    item = Example("A" if truth else "P", prompt.strip(), truth or "")
+    item = asked_for(prompt.strip()) if of_chess else None
     try:
-        ids = task.prompt_ids(item) if of_chess else tokens.encode(prompt)
+        ids = task.prompt_ids(item) if item else tokens.encode(prompt)
     except ValueError as error:
         raise UsageError(f"--prompt: {error}") from None
     generator = torch.Generator(model.device).manual_seed(config.seed)
     rows, log_probs = generate(model, [ids], config.k_samples, sampling, task.end, generator)
     for row, log_prob in zip(rows.answers(task.end)[0], log_probs.sum(1).tolist(), strict=True):
         text = tokens.decode(row)
-        if not of_chess:
+        if not item:
             print(f"{prompt}{text}\n---")
             continue
-        if truth is None:
+        if not item.answer:
             said = "valid" if parse_policy(text.strip()) else "invalid"
         else:
             verdict = task.judge(item, text)
             said = f"reward {shaped(verdict, task.shaping):.1f}, raw score {verdict.raw:.3f}"
         print(f"{text}\n    log-probability {log_prob:.2f}, {said}")
-    if truth is not None:
-        print(f"{truth}\n    is right")
+    if item and item.answer:
+        print(f"{item.answer}\n    is right")
     return {}

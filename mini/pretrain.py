@@ -355,6 +355,9 @@ def scores(matches: Sequence[Match]) -> dict[str, float]:
 def play_command(config: PlayConfig) -> dict[str, Any]:
     """Play, write the games, print a table."""
     began, program = time.perf_counter(), find_stockfish(config.stockfish)
+    with naming(config.out):  # before the games
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        config.out.open("a").close()
     model, tokens, sampling = chess_lines.prepare(config)
     rng, generator = random.Random(config.seed), torch.Generator(model.device).manual_seed(config.seed)
 

@@ -422,6 +422,6 @@ def text_command(config: TextConfig) -> dict[str, Any]:
     if config.algo != "denoise":  # `sample` writes on from a prompt, as a denoiser does not
         say(flat or fallen or "no collapse to one token")
         save_model(learner.model, corpus.tokens, run.folder / "model")
-    say(f"{run.folder}: checkpoint, tokens and curves")
+    say(f"{run.folder}: {'' if config.algo == 'denoise' else 'model, '}checkpoint, tokens and curves")
     told = {"algo": config.algo, "before": before, "after": after, "baselines": baselines}
     return {**told, "collapse": fallen, "collapsed": flat, **run.result(learner)}

@@ -250,6 +250,26 @@ KEY, OPTION = re.compile("(?!(h|help|tyro_.*)$)[a-z][a-z_0-9]*"), re.compile("--
 SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML spells it
 
 
+def check_entry(path: Path, kind: type[Any], key: str, value: Any) -> None:
+    """Raise UsageError for an entry of a file of options that cannot be one option, or that no file decides."""
+    name = key.replace("-", "_")
+    option = name.removeprefix("no_")
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) for each in values):
+        raise UsageError(f"--config {path}: {key} is one value, or a list of values")
+    if not KEY.fullmatch(name) or any(map(OPTION.match, values)):
+        raise UsageError(f"--config {path}: {key}, or a value of it, reads as another option")
+    if name == "config":
+        raise UsageError(f"--config {path} names another file: put its options here")
+    allowed = map(str.lower, map(str, PERMISSIONS.get(option, ())))
+    if option in PERMISSIONS and (name != option or str(value).lower() not in allowed):
+        raise UsageError(f"--config {path} sets {spelled(option)}, which no file decides: name it as an option")
+    if isinstance(value, list) and len(value) != 1 and not isinstance(getattr(kind, name, ()), tuple):
+        raise UsageError(f"--config {path}: {key} is one value, not {len(value)}")
+    if isinstance(getattr(kind, option, None), bool) and str(value).lower() not in SWITCH:
+        raise UsageError(f"--config {path}: {key} is true or false, not {value!r}")
+
+
 def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     """The options of a YAML or JSON file as words of a command line.  A run's config.json gives all but its place.
 
@@ -269,25 +289,14 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         options = {name: value for name, value in options.items() if name in known}
     words: list[str] = []
     for key, value in options.items():
+        check_entry(path, kind, str(key), value)
         name = str(key).replace("-", "_")
         option = name.removeprefix("no_")
-        values = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, str) for each in values):
-            raise UsageError(f"--config {path}: {name} is one value, or a list of values")
-        if not KEY.fullmatch(name) or any(map(OPTION.match, values)):
-            raise UsageError(f"--config {path}: {key}, or a value of it, reads as another option")
-        allowed = map(str.lower, map(str, PERMISSIONS.get(option, ())))
-        if option in PERMISSIONS and (name != option or str(value).lower() not in allowed):
-            raise UsageError(f"--config {path} sets {spelled(option)}, which no file decides: name it as an option")
-        if isinstance(value, list) and len(value) != 1 and not isinstance(getattr(kind, name, ()), tuple):
-            raise UsageError(f"--config {path}: {key} is one value, not {len(value)}")
         if isinstance(getattr(kind, option, None), bool):
-            if str(value).lower() not in SWITCH:
-                raise UsageError(f"--config {path}: {key} is true or false, not {value!r}")
             on = SWITCH[str(value).lower()] == (name == option)
             words.append(spelled(option if on else f"no_{option}"))
         elif value not in ("", "null"):
-            words += [spelled(name), *values]
+            words += [spelled(name), *(value if isinstance(value, list) else [value])]
     return words
 
 
@@ -339,6 +348,8 @@ def train_arguments(argv: list[str], prog: str, kind: type[Any], defaults: Calla
         {"model": "auto", "recipe": "stable", "reasoning": "none", "run_name": "", "output_dir": "outputs"},
         "resume",
     )
+    if given["model"].endswith(".py"):
+        raise UsageError(f"{given['model']} is a program: eval and play take one")
     model = models.resolve_model(given["model"])
     run = runs.run_to_resume(given["run_name"], Path(given["output_dir"]), given["resume"])
     default = runs.stored_config(run, kind) if run else defaults(model, given["recipe"], given["reasoning"])

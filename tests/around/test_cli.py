@@ -122,8 +122,14 @@ def test_help_of_train_shows_ten_options_first() -> None:
         (["--model", "tiny", "--decay-steps", "90"], "--decay-steps 90 is more than --steps 80: name fewer, or below"),
         (["--model", "tiny", "--warmup-steps", "6", "--steps", "4"], "--warmup-steps 6 is more than --steps 4"),
         (["--lr-schedule", "linear", "--decay-steps", "9"], "--decay-steps needs --lr-schedule constant: linear falls"),
-        (["play", "/dev/null", "--answers", "3"], "--answers and --seed need a model after --model"),
-        (["play", "/dev/null", "--seed", "3"], "need a model after --model: boards have --seeds"),
+        (["play", "/dev/null", "--answers", "3"], "--answers needs a model after --model"),
+        (
+            ["play", "/dev/null", "--seed", "3"],
+            "--seed needs a model after --model: a program is not asked, and boards",
+        ),
+        (["play", "/dev/null", "--temperature", "0.5"], "--temperature needs a model after --model"),
+        (["eval", "/dev/null.py", "--reasoning", "low"], "--reasoning needs a model: /dev/null.py is a program"),
+        (["--model", "mine.py"], "mine.py is a program: eval and play take one"),
         (["play", "--model", "tiny", "--served-name", "a"], "--served-name and --api-key-file need a server's URL"),
         (["export", "/", "--experts", "mxfp4"], "--experts is for --format gguf, and lora has no choice: leave it"),
         (["export", "/", "--no-private"], "--no-private needs --push-to-hub"),
@@ -250,6 +256,7 @@ def test_control_characters_of_a_strangers_files_are_shown_and_not_sent(capsys: 
         ("stepps: 3", "mine.yaml: no option --stepps (similar: --save-steps, --steps"),
         ("steps: many", "mine.yaml: --steps takes a whole number, like 120, not 'many'"),
         ("steps: [1, 2]", "mine.yaml: steps is one value, not 2"),
+        ("config: other.yaml", "mine.yaml names another file: put its options here"),  # nobody read it
         ("curriculum: maybe", "mine.yaml: curriculum is true or false, not 'maybe'"),
         ("curriculum:", "mine.yaml: curriculum is true or false, not ''"),  # it was on for whoever meant off
         ("steps: true", "mine.yaml: --steps takes a whole number, like 120, not 'true'"),

@@ -173,8 +173,14 @@ def test_corpus_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{path}: 1 left out, " in capsys.readouterr().out
     assert [len(own.held_out[name]) for name in ("P", "A")] == [10, 10]
     assert len(own.train["A"]) <= 90
+    every = EvalConfig(data=path, held_out=100_000)  # eval trains nothing, and needs nothing to train on
+    assert not build_corpus(every, LineTokens()).train["P"]
+    assert "five fixed moves" not in controls(ChessTask(LineTokens(), every, build_corpus(every, LineTokens())))
     with pytest.raises(UsageError, match="none are left to train on"):
-        build_corpus(EvalConfig(data=path, held_out=100_000), LineTokens())
+        build_corpus(ChessConfig(data=path, held_out=100_000), LineTokens())
+    path.write_text("\n".join(line for line in lines if line.startswith("P:")))
+    with pytest.raises(UsageError, match=f"{path} has no usable A lines"):  # it divided by zero
+        build_corpus(EvalConfig(data=path, held_out=2), LineTokens())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,7 +305,9 @@ def test_one_completion_has_no_best_of_its_group(quick: tuple[object, ...], tmp_
 
 def test_a_sampled_position_is_judged_strictly(chess_run: Trained) -> None:
     """A run's folder stands for its model."""
-    done = run_mini("sample", "--init", chess_run[0], "--k-samples", 1, "--prompt", "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 1")
+    ask = ("sample", "--init", chess_run[0], "--k-samples", 1, "--prompt")
+    done = run_mini(*ask, "P: 4k3/8/8/8/8/8/8/4K3 w - - 0 1")
+    assert run_mini(*ask, "P:4k3/8/8/8/8/8/8/4K3 w").stdout == done.stdout  # a FEN in short was asked as it stood
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("log-probability") == 1
     assert "is right" not in done.stdout
@@ -334,7 +342,7 @@ def test_a_failed_start_leaves_no_folder(words: list[str], tmp_path: Path, monke
     (["chess", "--resume", "--log-dir", "/nowhere"], "has no checkpoint to resume from"),
     (["eval", "--init", "/nowhere"], "/nowhere/config.json: No such file"),
     (["eval", "--data", "/nowhere"], "/nowhere: No such file"),
-    (["eval", "--held-out", "100000"], "none are left to train on"),
+    (["eval", "--held-out", "100000"], "must be below"),
     (["eval", "--max-new-tokens", "1000"], "lower --max-new-tokens"),
     (["eval", "--a-lines", "9"], "no option --a-lines"),  # it did nothing there
     (["eval", "--seed", "2"], "no option --seed"),  # nor did this

@@ -114,7 +114,7 @@ def measured(
         return {}
     if config.weights == "auto":
         return compare_forms(machine, name, console)
-    return {config.weights: speed_of(name, planned, program)}
+    return {choose_weights(machine, name, planned).weights: speed_of(name, planned, program)}
 
 
 def time_row(config: Any, seconds: float) -> tuple[str, str, str]:

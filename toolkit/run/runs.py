@@ -128,7 +128,8 @@ def open_run(config: RunConfig) -> Path:
             raise UsageError(f"another process has just begun {run}: choose another --run-name")
         if new:
             began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            origin = {"started": began, "versions": library_versions(), "git": git_state(), "tiny": tiny.VERSION}
+            versions = {name: version for name, version in library_versions().items() if version != "0.0"}
+            origin = {"started": began, "versions": versions, "git": git_state(), "tiny": tiny.VERSION}
             if adapter_base(config.model):
                 origin["start"] = keep_start(Path(config.model), run)
             write_whole(run / "origin.json", json.dumps(origin, indent=2) + "\n")
