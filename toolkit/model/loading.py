@@ -102,7 +102,7 @@ def prepare(
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A tokenizer by transformers.  Where a model has no token to pad with, such as Llama, it gets TRL's.
+    """A tokenizer by transformers.  One without a pad token, such as Llama's, pads with its end token, as in TRL.
 
     Raises UsageError.
     """
