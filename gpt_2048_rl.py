@@ -1193,7 +1193,7 @@ class GRPOOptions:
     learning_rate: Annotated[float, (0.0, 1.0)] = 2e-5  # peak, after the warm-up
     lr_schedule: Literal["linear", "constant"] = "constant"  # after the warm-up: down to 0, or constant at first
     decay_steps: Annotated[float, (0.0, 1e6)] = 0.4  # last steps, in which the rate falls to 0; below 1 a share of all
-    warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak; below 1 a share of all steps
+    warmup_steps: Annotated[float, (0.0, 1e6)] = 10  # steps until the peak, the first at a rate of 0; below 1 a share
     weight_decay: Annotated[float, (0.0, 1.0)] = 0.001
     max_grad_norm: Annotated[float, (0.0, 1e6)] = 1.0  # gradients are clipped to this norm
     objective: Literal["shared", "mean"] = "shared"  # of a group: equal programs share one advantage, or GRPO's mean
@@ -1368,16 +1368,21 @@ def game_spec(layout: str = "bepo") -> GameSpec:
 
 
 def open_channel(tokenizer: Any, reasoning: str) -> None:
-    """Let a harmony model start its answer in the final channel, or with an analysis if there is room for one."""
-    template = tokenizer.chat_template or ""
+    """Let a harmony model start its answer in the final channel, or with an analysis if there is room for one.  Let a
+    model with <think> leave that out or not, also where an export is served."""
+    template, at_once = tokenizer.chat_template or "", reasoning == "none"
     opening = "{%- if add_generation_prompt -%}" + FINAL_CHANNEL + "{%- endif -%}"
+    no_thoughts = "{%- set enable_thinking = false -%}"
     if "<|channel|>" in template:  # the template of a trained adapter may already have the opening
-        tokenizer.chat_template = template.removesuffix(opening) + (opening if reasoning == "none" else "")
+        tokenizer.chat_template = template.removesuffix(opening) + opening * at_once
+    elif "enable_thinking" in template:
+        tokenizer.chat_template = no_thoughts * at_once + template.removeprefix(no_thoughts)
 
 
-def template_arguments(reasoning: str) -> dict[str, Any]:
+def template_arguments(tokenizer: Any, reasoning: str) -> dict[str, Any]:
     """Arguments of the chat template, which ignores what it does not know.  Unnamed, gpt-oss's effort is medium."""
-    return {"reasoning_effort": "low" if reasoning == "none" else reasoning, "enable_thinking": reasoning != "none"}
+    effort = loading.least_effort(tokenizer) if reasoning == "none" else reasoning
+    return {"reasoning_effort": effort, "enable_thinking": reasoning != "none"}
 
 
 def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains: bool = False) -> tuple[Any, Any]:
@@ -1401,12 +1406,15 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
                 trust_remote_code=False,
                 **load,
             )
+            processor, tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)  # of a model that sees, too
+            tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
             loading.sample_as_trained(model, tokenizer)
         if not tokenizer.chat_template:
             raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
         open_channel(tokenizer, config.reasoning)
         asked = [{"role": "user", "content": build_prompt()}]
-        tokenizer.apply_chat_template(asked, add_generation_prompt=True, **template_arguments(config.reasoning))
+        arguments = template_arguments(tokenizer, config.reasoning)
+        tokenizer.apply_chat_template(asked, add_generation_prompt=True, **arguments)
     except UsageError:
         raise
     except SafetensorError as error:
@@ -1443,6 +1451,9 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(config.seed)  # the same weights on every rank
+        towers = r".*\b(vision|audio|visual).*"  # they see and hear, and text does not pass them
+        if any(re.fullmatch(towers, name) for name, _ in model.named_modules()):
+            numbers["exclude_modules"] = towers
         return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **numbers))
     from unsloth import FastLanguageModel
 
@@ -1476,7 +1487,7 @@ def sample_batch(model: Any, tokenizer: Any, prompts: Sequence[str], config: Any
         return_dict=True,
         padding=True,
         tokenizer_kwargs={"padding_side": "left"},
-        **template_arguments(config.reasoning),
+        **template_arguments(tokenizer, config.reasoning),
     ).to(model.device)  # (B, T)
     ids = model.generate(
         **batch,
@@ -1705,6 +1716,10 @@ def trainer_class(rollouts: Rollouts, config: TrainConfig, run: Path) -> type[An
 
         def __init__(self, observer: watch.Observer, **kwargs: Any) -> None:
             super().__init__(**kwargs)
+            if (
+                "ref" in self.model.peft_config
+            ):  # TRL's second adapter, for the KL divergence: disable_adapter is enough
+                self.model.delete_adapter("ref")  # beside it, a resumed run would not load the trained one
             self.observer = observer
             self.add_callback(skip_steps(self, rollouts, config))
             self.gradient_norm = 0.0  # of the last step, before clipping
@@ -1790,7 +1805,7 @@ def make_trainer(
         num_generations=config.generations,
         max_completion_length=config.max_new_tokens,
         seed=config.seed,
-        chat_template_kwargs=template_arguments(config.reasoning),
+        chat_template_kwargs=template_arguments(tokenizer, config.reasoning),
         reward_weights=[*weights.values()],
         lr_scheduler_type="linear" if config.lr_schedule == "linear" else "warmup_stable_decay",
         optim="adamw_torch_fused",  # in 8 bits each small tensor has its own kernels
@@ -1825,6 +1840,8 @@ def learn(
     progress = watch.Progress(rollouts, games, run, console, started)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
     checkpoint = progress.begin(trainer)
+    if checkpoint and Path(checkpoint, "ref").is_dir():  # of an earlier version
+        raise UsageError(f"{checkpoint} has two adapters and cannot be resumed: begin anew with --model {checkpoint}")
     if by_first_rank(lambda: checkpoint and not (run / "report.html").exists()):  # it was killed
         console.print(by_first_rank(partial(report.try_report, run)), soft_wrap=True)
     with progress.watching():

@@ -17,7 +17,7 @@ import gpt_2048_rl as program
 from tests import preloaded
 from tests.helpers import HELD_OUT, NO_TENSORS
 from toolkit import UsageError
-from toolkit.model import machine, models
+from toolkit.model import loading, machine, models
 from toolkit.run.reading import read_curves
 from toolkit.run.sampler import ROUNDED
 
@@ -152,6 +152,48 @@ def test_answers_are_sampled_by_the_model_alone(base: Path, tmp_path: Path) -> N
     assert found.pop("eos_token_id") == [tokenizer.eos_token_id, 5]
     assert found.keys() <= {"bos_token_id", "transformers_version"}
     assert len(program.sample_batch(model, tokenizer, ["short", "a longer one"], config)) == 2
+
+
+def test_a_model_without_attention_in_every_layer_answers(base: Path, tmp_path: Path) -> None:
+    """Layers of other kinds, as in LFM2 and Qwen3.5, cannot share a prompt: it was a traceback."""
+    shape = SMALL | {"layer_types": ["conv", "full_attention"]}
+    folder = save_random("Lfm2", base, tmp_path / "model", **shape)
+    config = program.EvalConfig(model=str(folder), max_new_tokens=4)
+    model, tokenizer = program.load_model(str(folder), config, lambda _: None)
+    assert len(program.sample_batch(model, tokenizer, ["the same", "the same"], config)) == 2
+
+
+def test_no_dropout_stands_between_sampling_and_training(base: Path, tmp_path: Path) -> None:
+    """With dropout, as HunYuan's config has it, a run ended in its first step: for another model than the trained."""
+    import torch
+
+    folder = save_random("Qwen2", base, tmp_path / "model", **SMALL, attention_dropout=0.5)
+    model, _ = program.load_model(str(folder), program.EvalConfig(model=str(folder)), lambda _: None)
+    ids = torch.arange(1, 9)[None]
+    assert torch.equal(model.train()(ids).logits, model(ids).logits)
+
+
+def test_a_template_gets_the_effort_and_the_thoughts_that_it_knows(base: Path) -> None:
+    """Mistral's refuses an effort of low; a served export has to be asked as in training."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert program.template_arguments(tokenizer, "none")["reasoning_effort"] == "low"
+    tokenizer.chat_template = thinking = "{% if enable_thinking is defined and not enable_thinking %}at once{% endif %}"
+    assert program.template_arguments(tokenizer, "none")["reasoning_effort"] == "none"
+    for effort, said in (("none", "at once"), ("high", ""), ("none", "at once"), ("none", "at once")):
+        program.open_channel(tokenizer, effort)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == said
+    program.open_channel(tokenizer, "low")
+    assert tokenizer.chat_template == thinking
+
+
+def test_a_quantized_model_is_named_with_what_to_take(base: Path, tmp_path: Path) -> None:
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UsageError, match=r"is quantized \(fp8\): name the model that it was made from"):
+        loading.load_plain(str(folder), "auto")
 
 
 @pytest.mark.parametrize(

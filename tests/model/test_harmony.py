@@ -73,7 +73,7 @@ def prompt_ids(tokenizer: Any, text: str, effort: Effort) -> list[int]:
     program.open_channel(tokenizer, effort)
     asked = [{"role": "user", "content": text}]
     ids: list[int] = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False,
-                                                   **program.template_arguments(effort))  # fmt: skip
+                                                   **program.template_arguments(tokenizer, effort))  # fmt: skip
     return ids
 
 
@@ -145,7 +145,9 @@ def test_an_answer_ends_with_the_end_token_and_is_read(tokenizer: Any, harmony: 
     )
     assert whole[: len(ids)] == ids
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-    assert whole == tokenizer.apply_chat_template(chat, return_dict=False, **program.template_arguments("none"))
+    assert whole == tokenizer.apply_chat_template(
+        chat, return_dict=False, **program.template_arguments(tokenizer, "none")
+    )
 
     completion = whole[len(ids) :]
     assert completion[-1] == tokenizer.eos_token_id
@@ -167,7 +169,9 @@ def test_an_analysis_is_told_from_the_answer(stripped: bool, tokenizer: Any, har
     )
     assert whole[: len(ids)] == ids
     chat = [{"role": "user", "content": text}, {"role": "assistant", "thinking": thought, "content": said[1][1]}]
-    assert whole == tokenizer.apply_chat_template(chat, return_dict=False, **program.template_arguments("low"))
+    assert whole == tokenizer.apply_chat_template(
+        chat, return_dict=False, **program.template_arguments(tokenizer, "low")
+    )
 
     read = harmony.parse_messages_from_completion_tokens(whole[len(ids) :], openai_harmony.Role.ASSISTANT)
     assert [(message.channel, message.content[0].text) for message in read] == [*said]

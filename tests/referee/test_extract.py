@@ -225,6 +225,19 @@ def test_a_word_that_is_also_a_channels_name_is_only_a_word(text: str) -> None:
     assert extract_function(text) is not None
 
 
+@pytest.mark.parametrize(("text", "found"), [
+    (f"<think>{FENCED}</think>I cannot.", None),
+    (f"{FENCED}\n</think>\nNo.", None),  # the prompt ended with <think>
+    (f"<think>a draft:\n{FENCED}", None),
+    (f"<think>```python\ndef strategy(board): ...\n```</think>\n{FENCED}", PLAIN),
+    (f"<think></think>{PLAIN}", PLAIN),
+    (FENCED, PLAIN),
+])  # fmt: skip
+def test_what_stands_in_think_is_no_answer(text: str, found: str | None) -> None:
+    """A draft played instead of the answer, or of none: with Qwen3 and a reasoning effort, and DeepSeek-R1-Distill."""
+    assert extract_function(text) == found
+
+
 @pytest.mark.parametrize("text", [*SAID[:9], f"analysis We think\n{FENCED}", f" analysisWe\n{FENCED}",
                                   f"analysis…\n{FENCED}", f"commentary(\n{FENCED}"])  # fmt: skip
 def test_a_model_that_reasons_answers_in_the_final_channel(text: str) -> None:

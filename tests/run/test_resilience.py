@@ -280,6 +280,23 @@ def test_there_has_to_be_a_run_to_go_on_with(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
+def test_a_run_with_beta_goes_on_with_what_it_has_learned(base: Path, tmp_path: Path) -> None:
+    """TRL's second adapter, the reference, hid the trained one: it went on from the start, and nothing said so."""
+    words = command(tmp_path, steps=1, best_of=0, beta=0.1, learning_rate=0.01, warmup_steps=0)
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    adapter = numbers_of(folder)[0]
+    assert any(any(weights) for name, weights in adapter.items() if "lora_B" in name)
+    (folder / "result.json").unlink()
+    done = run(*words)  # repeats the evaluation
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 1" in done.stdout
+    assert numbers_of(folder)[0] == adapter
+    assert not (folder / "adapter" / "ref").exists()
+
+
+@pytest.mark.slow
 def test_two_processes_never_train_in_one_folder(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(*command(unfinished.parent), log=unfinished.parent / "log") as first:
         assert wait_until(lambda: "loading torch" in (unfinished.parent / "log").read_text(), 60)

@@ -192,7 +192,7 @@ def check_the_effort(folder: str) -> None:
         config = program.TrainConfig(reasoning=reasoning, max_new_tokens=1)  # type: ignore[arg-type]
         trainer = trainer_of(model, tokenizer, config, Path(folder))
         assert trainer.args.chat_template_kwargs["reasoning_effort"] == effort
-        before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception(reasoning_effort) }}"
+        before, tokenizer.chat_template = tokenizer.chat_template, "<|channel|>{{ raise_exception(reasoning_effort) }}"
         with pytest.raises(Exception, match=effort):
             program.sample_completions(model, tokenizer, ["x"], config)
         tokenizer.chat_template = before

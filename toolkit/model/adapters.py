@@ -121,7 +121,7 @@ def write_adapter(source: Path, base: str, folder: Path) -> None:
 # What may differ in the configs of adapters that compute the same.  Unsloth writes the layers in several ways, and the
 # names of the weights say which they are.  All else decides how weights are used.
 NOTES = {"base_model_name_or_path", "revision", "peft_version", "auto_mapping", "inference_mode", "target_modules",
-         "target_parameters"}  # fmt: skip
+         "target_parameters", "exclude_modules"}  # fmt: skip
 
 
 def decided_options(name: str) -> dict[str, Any]:

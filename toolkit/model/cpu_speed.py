@@ -159,9 +159,14 @@ def keep_memory() -> None:
 
 
 def speed_up(model: Any) -> None:
-    """All three, for a transformers model."""
+    """All three, for a transformers model; prompts are shared where all layers have attention."""
     import torch
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-    share_prefixes(model)
+    cache = DynamicCache(config=model.config.get_text_config())
+    if not any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers
+    ):  # its rows cannot be picked
+        share_prefixes(model)
     generate_merged(model, experts_alone=model.dtype != torch.float32)
     keep_memory()

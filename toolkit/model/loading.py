@@ -116,12 +116,25 @@ def load_tokenizer(name: str | Path) -> Any:
     return tokenizer
 
 
+def least_effort(tokenizer: Any) -> str:
+    """What a chat template calls the least reasoning: gpt-oss's knows low and no less; Mistral's refuses low."""
+    return "low" if "<|channel|>" in (tokenizer.chat_template or "") else "none"
+
+
 def sample_as_trained(model: Any, tokenizer: Any) -> None:
     """Let answers end where TRL ends them, at the tokenizer's end token, too, and be sampled by the model alone.
 
     Whatever else its generation_config.json asks for, such as penalties or top-k, would be no part of what is trained.
+    Neither would dropout, which TRL leaves on while it samples.
     """
+    from torch import nn
     from transformers import GenerationConfig
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
 
     given = model.generation_config
     ends = given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id]
@@ -140,6 +153,8 @@ def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, An
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     packed = getattr(config_of(str(adapter_base(name) or name)), "quantization_config", None)
+    if packed and packed["quant_method"] != "mxfp4":
+        raise UsageError(f"{name} is quantized ({packed['quant_method']}): name the model that it was made from")
     unpacked = Mxfp4Config(dequantize=True) if packed else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another

@@ -23,15 +23,17 @@ _NEXT_TURN = re.compile(r"<\|(?:return|end|call)\|>\s*<\|start\|>")
 
 
 def final_channel(text: str, reasons: bool = False) -> str | None:
-    """The final channel of a harmony answer (gpt-oss), with or without special tokens; other text unchanged.  None
-    where the text ends before that begins.  Without special tokens only the first word shows an analysis.  Prose can
-    begin with that word too, so text has to follow it at once, unless the model `reasons` before it answers."""
+    """The final channel of a harmony answer (gpt-oss), with or without special tokens, and what follows </think>; other
+    text unchanged.  None where the text ends before that begins.  Without special tokens only the first word shows an
+    analysis.  Prose can begin with that word too, so text has to follow it at once, unless the model `reasons` before
+    it answers."""
     if text.lstrip().startswith(("<|channel|>", "<|start|>")) or "<|start|>assistant<|channel|>" in text:
         final = _FINAL_CHANNEL.search(text)
         return _NEXT_TURN.split(text[final.end() :], maxsplit=1)[0] if final else None
     channel = (_SPELLED if reasons else _SPELLED_OUT).match(text)  # "analysisWe need...assistantfinalHere it is"
     if channel is None:
-        return text
+        _, end, answer = text.rpartition("</think>")  # some prompts end with the tag that opens them
+        return None if not end and answer.lstrip().startswith("<think>") else answer
     if channel[1] == "final":
         return text[channel.end() :]
     _, found, answer = text.partition("assistantfinal")

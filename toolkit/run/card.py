@@ -66,7 +66,8 @@ PEFT = LOAD.format(library="peft", loader="AutoPeftModelForCausalLM")
 TRANSFORMERS = LOAD.format(library="transformers", loader="AutoModelForCausalLM")
 FORMATS = {
     "lora": Format("A LoRA adapter", "peft", PEFT, exact=True),
-    "merged_16bit": Format("The whole model in bfloat16", "transformers", TRANSFORMERS, exact=True),
+    "merged_16bit": Format("The whole model in bfloat16", "transformers", TRANSFORMERS, exact=True,
+                           instead="--format lora"),
     "mxfp4": Format("The whole model with its experts in MXFP4", "transformers", TRANSFORMERS,
                     instead="--format merged_16bit"),
     "gguf": Format("The whole model for llama.cpp and Ollama", "gguf", LLAMACPP, instead="--format gguf_lora"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
-from toolkit.model.loading import load_plain
+from toolkit.model.loading import least_effort, load_plain
 from toolkit.model.machine import available_memory, multiplies_bfloat16
 from toolkit.model.tiny import GameSpec
 
@@ -93,7 +93,7 @@ def sample_answers(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[t
                 return_tensors="pt",
                 return_dict=True,
                 padding=True,
-                reasoning_effort="low",
+                reasoning_effort=least_effort(tokenizer),
                 tokenizer_kwargs={"padding_side": "left"},
             )  # (ROWS, P)
             made = model.generate(
