@@ -188,6 +188,18 @@ def test_a_template_gets_the_effort_and_the_thoughts_that_it_knows(base: Path) -
     assert tokenizer.chat_template == thinking
 
 
+def test_weights_that_are_not_there_are_named(base: Path, tmp_path: Path) -> None:
+    """Random ones took their place."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_random("Llama", base, tmp_path / "model", **SMALL)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"lacks weights \(1, such as model.layers.1.self_attn.q_proj.weight\)"):
+        loading.load_plain(str(folder), "auto")
+
+
 def test_a_quantized_model_is_named_with_what_to_take(base: Path, tmp_path: Path) -> None:
     folder = save_random("Llama", base, tmp_path / "model", **SMALL)
     config = json.loads((folder / "config.json").read_text())

@@ -156,7 +156,11 @@ def load_plain(name: str, dtype: torch.dtype | Literal["auto"]) -> tuple[Any, An
     if packed and packed["quant_method"] != "mxfp4":
         raise UsageError(f"{name} is quantized ({packed['quant_method']}): name the model that it was made from")
     unpacked = Mxfp4Config(dequantize=True) if packed else None
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=unpacked, **OWN_CODE_ALONE)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, quantization_config=unpacked, output_loading_info=True, **OWN_CODE_ALONE
+    )
+    if missing := sorted(found["missing_keys"]):  # transformers would take random ones
+        raise UsageError(f"{name} lacks weights ({len(missing)}, such as {missing[0]}): restore them")
     model._is_fsdp_managed_module = SHARDED  # accelerate does not set it, and ranks would not wait for one another
     # Generation would copy the weights of every row's experts: 6.4 GB a layer and token for 32 rows of gpt-oss-20b.
     model._optimize_model_for_decode = contextlib.nullcontext
