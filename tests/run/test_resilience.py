@@ -193,6 +193,15 @@ def test_the_best_checkpoint_has_the_largest_tiles_of_the_last_stage(tmp_path: P
     call(check_the_best_checkpoint, tmp_path)
 
 
+def test_one_good_step_behind_a_checkpoint_makes_no_best() -> None:
+    """After Ctrl-C `best` stood on a single lucky step, and no later checkpoint was as good."""
+    steps = [("4x4", 5.0)] * 20
+    assert watch.ends_best(steps, 20)
+    assert not watch.ends_best([*steps, ("4x4", 5.6)], 20)
+    assert watch.ends_best([*steps, *[("4x4", 5.6)] * 10], 20)
+    assert watch.ends_best([("4x4", 5.6)], 20)
+
+
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:
     assert (undisturbed.parent / "latest").resolve() == undisturbed
 

@@ -269,9 +269,12 @@ class WatchedRollouts(Protocol):
 def ends_best(levels: Sequence[tuple[str, float]], every: int) -> bool:
     """Whether tiles at the last stage were larger before the last checkpoint than before any other.
 
-    `levels` are each step's stage and mean log2 of the largest tiles; there is a checkpoint `every` so many steps.
+    `levels` are each step's stage and mean log2 of the largest tiles; there is a checkpoint `every` so many steps.  One
+    between, as Ctrl-C leaves it, has to have half as many behind it: a step or two say little.
     """
-    parts = (levels[i : i + every] for i in range(0, len(levels), every))
+    parts = [levels[i : i + every] for i in range(0, len(levels), every)]
+    if len(parts) > 1 and 2 * len(parts[-1]) < every:
+        return False
     means = [
         statistics.fmean(found)
         for part in parts
