@@ -855,7 +855,7 @@ from toolkit.base.workers import Worker
 from toolkit.games.evaluation import board_key, board_name
 from toolkit.model import adapters, cpu_speed, decoding, loading, machine, memory, models
 from toolkit.run import advantages, watch
-from toolkit.run.checkpoints import START, AtomicCheckpoints
+from toolkit.run.checkpoints import START, AtomicCheckpoints, check_one_adapter
 
 
 class _Worker(Worker):
@@ -1395,32 +1395,30 @@ def load_model(name: str, config: AnyConfig, say: Callable[[Any], None], trains:
     import torch
     from safetensors import SafetensorError
 
-    try:
-        if plain:
-            model, tokenizer = loading.load_plain(name, **load)
-        else:
-            model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
-                model_name=name,
-                max_seq_length=config.max_seq_length,
-                random_state=config.seed,
-                trust_remote_code=False,
-                **load,
-            )
-            processor, tokenizer = tokenizer, getattr(tokenizer, "tokenizer", tokenizer)  # of a model that sees, too
-            tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-            loading.sample_as_trained(model, tokenizer)
+    with models.reading_model(f"model {name!r} could not be loaded"):
+        try:
+            if plain:
+                model, tokenizer = loading.load_plain(name, **load)
+            else:
+                model, loaded = unsloth.FastLanguageModel.from_pretrained(
+                    model_name=name,
+                    max_seq_length=config.max_seq_length,
+                    random_state=config.seed,
+                    trust_remote_code=False,
+                    **load,
+                )
+                tokenizer = loading.text_tokenizer(loaded)
+                loading.sample_as_trained(model, tokenizer)
+        except SafetensorError as error:
+            raise UsageError(
+                f"the weights of {name} are damaged ({error}): restore them, or name another model"
+            ) from error
         if not tokenizer.chat_template:
             raise UsageError(f"model {name!r} has no chat template: take its instruct variant")
         open_channel(tokenizer, config.reasoning)
         asked = [{"role": "user", "content": build_prompt()}]
         arguments = template_arguments(tokenizer, config.reasoning)
         tokenizer.apply_chat_template(asked, add_generation_prompt=True, **arguments)
-    except UsageError:
-        raise
-    except SafetensorError as error:
-        raise UsageError(f"the weights of {name} are damaged ({error}): restore them, or name another model") from error
-    except Exception as error:  # a model's files may hold anything
-        raise UsageError(f"model {name!r} could not be loaded: {models.first_line(error)}") from error
     loading.check_weights(model, name, load)
     if SHARDED:
         return model, tokenizer
@@ -1840,8 +1838,7 @@ def learn(
     progress = watch.Progress(rollouts, games, run, console, started)
     trainer = make_trainer(model, tokenizer, config, run, rollouts, training_set(config, ladder), progress)
     checkpoint = progress.begin(trainer)
-    if checkpoint and Path(checkpoint, "ref").is_dir():  # of an earlier version
-        raise UsageError(f"{checkpoint} has two adapters and cannot be resumed: begin anew with --model {checkpoint}")
+    check_one_adapter(checkpoint)
     if by_first_rank(lambda: checkpoint and not (run / "report.html").exists()):  # it was killed
         console.print(by_first_rank(partial(report.try_report, run)), soft_wrap=True)
     with progress.watching():

@@ -76,9 +76,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(data: Path, tmp_path: Pa
         assert done.returncode == 0, done.stderr
         told[name] = json.loads(done.stdout.splitlines()[-1])
         assert digest(tmp_path / name / "model") in done.stderr
-        assert done.stderr.count("step ") == done.stderr.count(
-            "nats a character, P"
-        )  # every --eval-steps, and the last
+        losses = done.stderr.count("nats a character, P")  # every --eval-steps, and the last
+        assert done.stderr.count("step ") == losses
     assert [point["step"] for point in told["whole"]["curve"]] == [2, 4]
     assert told["whole"]["the corpus"] == told["parts"]["the corpus"]
     assert told["whole"]["the chess job, likeliest"] == told["parts"]["the chess job, likeliest"]

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,24 @@ def test_a_template_gets_the_effort_and_the_thoughts_that_it_knows(base: Path) -
         assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == said
     program.open_channel(tokenizer, "low")
     assert tokenizer.chat_template == thinking
+
+
+def test_towers_that_see_get_no_adapter(base: Path, tmp_path: Path) -> None:
+    """Their layers have the names of attention's: useless adapters, and with Gemma 4 a traceback of PEFT."""
+    from torch import nn
+
+    folder = str(save_random("Llama", base, tmp_path / "model", **SMALL))
+    config = program.TrainConfig(model=folder, loader="transformers")
+    model, tokenizer = program.load_model(folder, config, lambda _: None)
+    model.vision_tower = nn.ModuleDict({"q_proj": nn.Linear(8, 8)})
+    names = [name for name, _ in program.add_adapters(model, config).named_parameters() if "lora" in name]
+    assert names
+    assert not [name for name in names if "vision" in name]
+    sees = SimpleNamespace(tokenizer=tokenizer, chat_template="of both")
+    assert loading.text_tokenizer(tokenizer) is tokenizer
+    tokenizer.chat_template = None
+    assert loading.text_tokenizer(sees) is tokenizer
+    assert tokenizer.chat_template == "of both"
 
 
 def test_weights_that_are_not_there_are_named(base: Path, tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ from tests.conftest import STEPS, Run, flags
 from tests.helpers import alive, descendants, wait_until
 from tests.helpers import run as run_fresh
 from tests.preloaded import call, run, started
+from toolkit import UsageError
 from toolkit.games import programs
 from toolkit.model import tiny
 from toolkit.run import watch
-from toolkit.run.checkpoints import UNFINISHED, finish_checkpoint, newest_checkpoint
+from toolkit.run.checkpoints import UNFINISHED, check_one_adapter, finish_checkpoint, newest_checkpoint
 
 
 def command(out: Path, **changes: object) -> list[str]:
@@ -200,6 +201,15 @@ def test_one_good_step_behind_a_checkpoint_makes_no_best() -> None:
     assert not watch.ends_best([*steps, ("4x4", 5.6)], 20)
     assert watch.ends_best([*steps, *[("4x4", 5.6)] * 10], 20)
     assert watch.ends_best([("4x4", 5.6)], 20)
+
+
+def test_a_checkpoint_with_a_second_adapter_is_refused(tmp_path: Path) -> None:
+    """Of an earlier version, with --beta."""
+    check_one_adapter(None)
+    check_one_adapter(str(tmp_path))
+    (tmp_path / "ref").mkdir()
+    with pytest.raises(UsageError, match=f"begin anew with --model {tmp_path}"):
+        check_one_adapter(str(tmp_path))
 
 
 def test_latest_is_the_newest_run(undisturbed: Path) -> None:

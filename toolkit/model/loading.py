@@ -27,7 +27,7 @@ from toolkit.model.models import (
     base_of,
     check_layers,
     config_of,
-    first_line,
+    reading_model,
     uses_transformers,
 )
 from toolkit.model.settings import ModelConfig, choose_settings, choose_weights, settings_table
@@ -108,11 +108,16 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
+    with reading_model(f"the tokenizer of {name} cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(name, **OWN_CODE_ALONE)
-    except Exception as error:  # its files may hold anything
-        raise UsageError(f"the tokenizer of {name} cannot be read: {first_line(error)}") from None
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def text_tokenizer(loaded: Any) -> Any:
+    """The tokenizer in what Unsloth returns, which for a model that sees is a processor, with the template of both."""
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    tokenizer.chat_template = tokenizer.chat_template or loaded.chat_template
     return tokenizer
 
 

@@ -6,9 +6,10 @@ libraries are imported, layers before weights are read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -207,19 +208,24 @@ OWN_CODE_ALONE = {"trust_remote_code": False}
 """For every from_pretrained.  Unsaid, transformers asks a terminal whether to run the Python in a model's folder."""
 
 
-def first_line(error: Exception) -> str:
-    """What a library says first of what it could not read."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+@contextlib.contextmanager
+def reading_model(failure: str) -> Iterator[None]:
+    """Turn whatever libraries raise over a model's files, which may hold anything, into a UsageError of one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UsageError(f"{failure}: {reason}") from error
 
 
 def config_of(name: str) -> Any:
     """A model's transformers config.  Raises UsageError for a model that transformers does not know."""
     from transformers import AutoConfig
 
-    try:
+    with reading_model(f"{name} is no model that transformers knows"):
         return AutoConfig.from_pretrained(smollm2.folder() if name == "smollm2" else name, **OWN_CODE_ALONE)
-    except Exception as error:  # its files may hold anything
-        raise UsageError(f"{name} is no model that transformers knows: {first_line(error)}") from None
 
 
 def parameter_shapes(config: Any) -> dict[str, torch.Size]:

@@ -51,6 +51,13 @@ def newest_checkpoint(run: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
+def check_one_adapter(checkpoint: str | Path | None) -> None:
+    """Raise UsageError for a checkpoint of an earlier version with --beta.  It has TRL's second adapter, too, and
+    transformers would load that one alone."""
+    if checkpoint and Path(checkpoint, "ref").is_dir():
+        raise UsageError(f"{checkpoint} has two adapters and cannot be resumed: begin anew with --model {checkpoint}")
+
+
 def forget_steps(run: Path) -> bool:
     """Remove the steps and curves of a run without a checkpoint.  Whether there were any."""
     files = [file for file in (run / "rollouts.jsonl", *run.glob("events.out.*")) if file.is_file()]

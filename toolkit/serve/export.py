@@ -30,7 +30,7 @@ from toolkit.model.adapters import WEIGHTS, dequantize_mxfp4, full_precision, qu
 from toolkit.model.loading import load_plain, load_tokenizer
 from toolkit.model.machine import available_memory, library_versions, prepare_environment
 from toolkit.model.memory import check_disk, check_download, download_size
-from toolkit.model.models import adapter_base, check_model, config_of, first_line, parameter_shapes
+from toolkit.model.models import adapter_base, check_model, config_of, parameter_shapes, reading_model
 from toolkit.run.card import FORMATS, model_card
 from toolkit.run.checkpoints import TRAINING, checkpoints, keep_config
 from toolkit.serve import llamacpp, verify
@@ -124,12 +124,8 @@ def load_base(base: str, say: Callable[[str], None]) -> Any:
     if not sys.stderr.isatty():
         disable_progress_bar()
     say(f"loading {base}")
-    try:
+    with reading_model(f"the weights of {base} cannot be read"):
         model, _ = load_plain(base, "auto")
-    except UsageError:
-        raise
-    except Exception as error:  # its files may hold anything
-        raise UsageError(f"the weights of {base} cannot be read: {first_line(error)}") from None
     return model
 
 

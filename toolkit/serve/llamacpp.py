@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import UsageError
 from toolkit.model import smollm2
+from toolkit.model.loading import least_effort
 
 if TYPE_CHECKING:
     import torch
@@ -292,7 +293,7 @@ def modelfile(tokenizer: Any, temperature: float) -> str:
         [{"role": "user", "content": "{{ .Prompt }}"}],
         tokenize=False,
         add_generation_prompt=True,
-        reasoning_effort="low",
+        reasoning_effort=least_effort(tokenizer),
     )
     if prompt.endswith(FINAL):
         # Where both <|start|> and <|end|> stand in a template, Ollama parses answers of gpt-oss as harmony messages,
